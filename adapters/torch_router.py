@@ -194,8 +194,10 @@ def _on_tensor_cores(x: Tensor, w: Tensor) -> bool:
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     parts_of_w = parts(w)
+    if len(parts_of_w) == 1:
+        return torch.mm(x, w.t(), out_dtype=torch.float32)
     logits = torch.mm(x, torch.cat(parts_of_w).t(), out_dtype=torch.float32)
-    return logits if len(parts_of_w) == 1 else logits.view(len(x), -1, len(w)).sum(dim=1)
+    return logits.view(len(x), -1, len(w)).sum(dim=1)
 
 
 def _product_backward(
