@@ -197,7 +197,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
     experts = moe.experts_of(weights[0])
     blocks = device_blocks(jnp, ids, experts, devices, layer.capacity)
     # int64 ids of no expert may not fit int32
-    sent = jnp.where((ids >= 0) & (ids < experts * devices), ids, -1).astype(jnp.int32)
+    sent = local_ids(jnp, ids, experts * devices, 0).astype(jnp.int32)
     *rows, local, moved = dispatch([*_parts(x, layer), sent, probs], blocks, layer.axis)
     local = local_ids(jnp, local, experts, jax.lax.axis_index(layer.axis))
     bound = layer.num_out_tokens

@@ -86,7 +86,7 @@ def operation(
             if rows is None:
                 raise _not_a_tensor(first, rows)
             if type(rows) is QuantTensor or rows.dtype not in DIFFERENTIABLE:
-                result = _of_codes(values)
+                result = _of_codes(values, gradient.codes)
                 if result is not None:
                     return result
         for name in without:
@@ -101,7 +101,7 @@ def operation(
             return tensors
         return build(values, *((tensors,) if isinstance(tensors, Tensor) else tensors))
 
-    def _of_codes(values: Values) -> Any:
+    def _of_codes(values: Values, codes: Callable[[Any, Values], Any] | None) -> Any:
         """Calls with rows of codes, which are not differentiable while their probabilities may be."""
         rows = values[first]
         if isinstance(rows, Tensor) and rows.requires_grad:
@@ -110,14 +110,14 @@ def operation(
                 f"float64 rows; pass {first}.detach()"
             )
         requiring = [n for n in names if torch.is_grad_enabled() and _requires_grad(values[n])]
-        if requiring and gradient is not None:
-            if gradient.codes is None:
-                core(**{n: detached(v) for n, v in values.items()})  # raises if it takes no codes at all
-                raise TypeError(
-                    f"{requiring[0]}: got a tensor that requires grad with {first} as codes; wanted "
-                    f"floating-point {first}; pass {requiring[0]}.detach()"
-                )
-            return gradient.codes(call, values)
+        if requiring and codes is None:
+            core(**{n: detached(v) for n, v in values.items()})  # raises if it takes no codes at all
+            raise TypeError(
+                f"{requiring[0]}: got a tensor that requires grad with {first} as codes; wanted "
+                f"floating-point {first}; pass {requiring[0]}.detach()"
+            )
+        if requiring and codes is not None:
+            return codes(call, values)
         return core(**values) if isinstance(rows, QuantTensor) else None
 
     call = public(core, traced, () if gradient is None else gradient.of, note)

@@ -167,10 +167,10 @@ struct Part {
 
 typedef float Sums[ROW_TILES][COLUMN_TILES][4];
 
-// Scales of a tile's values, shared by a warp. ROWS: each of the four lanes that have the same rows holds
-// those of two; eight loads per lane, and the computation of their addresses, are slower than two loads and
-// eight exchanges between lanes. COLUMNS: lanes with the same columns hold those of one column in four tiles.
-// Without either, one scale of everything.
+// Scales of a K-step, shared by a warp. BY_ROW: each of the four lanes that have the same rows holds those of
+// two; eight loads per lane, and the computation of their addresses, are slower than two loads and eight
+// exchanges between lanes. BY_COLUMN: each of the eight lanes that have the same columns holds that of one.
+// Without either, one scale of all values.
 template <bool BY_ROW, bool BY_COLUMN>
 struct StepScales {
   static constexpr int OF_ROWS = BY_ROW ? ROW_TILES / 2 : 1;
@@ -197,8 +197,7 @@ struct StepScales {
     auto of_row = [&](int i) {  // row + 8 i
       return BY_ROW ? of_lane_at<28>(values[i / 4 % OF_ROWS], i % 4) : values[0];
     };
-    if constexpr (BY_COLUMN) {  // by column first: eight scales of rows take fewer registers than 16 of
-                                // columns
+    if constexpr (BY_COLUMN) {
       float of_rows[2 * ROW_TILES];
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i) of_rows[i] = of_row(i);
@@ -307,9 +306,9 @@ __device__ __forceinline__ void clear(Sums& d) { fill(d, 0.f); }
 #include "mma_codes.cuh"
 #endif
 
-// Main loop, called by the whole thread block: d accumulates a tile's products over `steps` K-steps; for FP8
-// that is multiplied natively, of each K-step by itself. begin(step, d) is called before the step's products,
-// end(step, d) after them, with their sum, or, as f16, in the middle.
+// Main loop, called by the whole thread block: d accumulates a tile's products over `steps` K-steps; for FP8,
+// unless RESCALED, of each K-step by itself. begin(step, d) is called before the step's products, end(step,
+// d) once d holds their sum; if RESCALED, in the middle of them.
 template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
 __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
                                          Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,

@@ -147,19 +147,7 @@ def _quantize_weights(
 ) -> None:
     """first: row and column of the results at which x begins, multiples of 128."""
     *lead, rows, columns = x.shape
-    out_rows, out_columns = rowwise.data.shape[-2:]
-    (row, column), (block_row, block_column) = first, (first[0] // TILE, first[1] // TILE)
-    outputs = [
-        rowwise.data.part(row * out_columns + column, x.shape),
-        rowwise.scales.part(block_row * (out_columns // TILE) + block_column, (1,)),
-    ]
-    if columnwise is None:
-        outputs += [None, None]
-    else:
-        outputs += [
-            columnwise.data.part(column * out_rows + row, x.shape),
-            columnwise.scales.part(block_column * (out_rows // TILE) + block_row, (1,)),
-        ]
+    transposed = (None, None) if columnwise is None else _from(columnwise, *reversed(first))
     configuration = weights_configuration(int(np.prod(lead, dtype=np.int64)), rows, columns)
     launch(
         "quantize",
@@ -169,13 +157,19 @@ def _quantize_weights(
         x,
         rows,
         columns,
-        out_rows,
-        out_columns,
+        *rowwise.data.shape[-2:],
         round_up,
         float(eps),
-        *outputs,
+        *_from(rowwise, *first),
+        *transposed,
         defines=conversion(x, rowwise),
     )
+
+
+def _from(q: QuantTensor, row: int, column: int) -> tuple[Any, Any]:
+    """Codes and scales of (128, 128) blocks from a row and a column on, as parts without a shape."""
+    codes = q.data.part(row * q.data.shape[-1] + column, (1,))
+    return codes, q.scales.part(row // TILE * q.scales.shape[-1] + column // TILE, (1,))
 
 
 def quantize_parts(
@@ -190,9 +184,9 @@ def quantize_parts(
     filled = parts[0].shape[along] == apart * part[along - 1] and parts[0].shape[3 - along] == part[2 - along]
     if filled and all(blocks_are_whole(x, out) for x in parts):
         for i, x in enumerate(parts):
-            first = [0, 0]
-            first[along - 1] = i * x.shape[along]
-            _quantize_weights(x, round_up, eps, rowwise, columnwise, (first[0], first[1]))
+            before = i * x.shape[along]
+            place = (before, 0) if along == 1 else (0, before)
+            _quantize_weights(x, round_up, eps, rowwise, columnwise, place)
         return
     for i in range(count):
         x = parts[i // apart]

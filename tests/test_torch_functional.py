@@ -166,7 +166,6 @@ def test_fp8_weights_of_another_size_raise(change):
         moe_experts(x, (w1, w3), w2, ids, probs, fp8_weights=codes)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("width", [F, 128])
 def test_main_grad_of_bfloat16_weights_is_not_rounded(width, compiled):
@@ -349,7 +348,6 @@ def test_biases(recipe, dtype):
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("of", ["functional", "torch_ops", "core", "quantize", "float8"])
