@@ -59,15 +59,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
-  // Each warp finds its tile by itself: publishing it spills registers of the producer warps, which have 24.
-  auto number_only = [&](u32) -> WorkTile { return {taken, 0, 0, 0}; };
-  auto find = [&](const WorkTile& published) -> WorkTile {
-    const int unit = work.unit(published.number), e = unit / units;
+  auto located = [&](int number, u32 rank) -> WorkTile {
+    const int unit = work.unit(number), e = unit / units;
     int row, column;
-    const bool below =
-        find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, cluster_rank(), &row, &column);
-    return {published.number, e, row * ROWS + work.half(published.number) * (ROWS / 2),
-            column * COLUMNS + below};
+    const bool below = find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &row, &column);
+    return {number, e, row * ROWS + work.half(number) * (ROWS / 2), column * COLUMNS + below};
+  };
+  // With one scale per column, each warp locates its tile by itself: publishing a tile's location spills
+  // registers of the producer warps, which then have 24.
+  auto tile_of = [&](u32 block) -> WorkTile {
+    return BLOCKS && taken < work.all ? located(taken, block) : WorkTile{taken, 0, 0, 0};
+  };
+  auto find = [&](const WorkTile& published) {
+    return BLOCKS ? published : located(published.number, cluster_rank());
   };
   auto steps_of = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
   if (group == 2) {
@@ -81,14 +85,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, number_only);
+      if (takes) order.pass_on(s, 0, tile_of);
       for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
         if (!leads) continue;
         order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
         const int steps = steps_of(tile.expert), first = s.offsets[tile.expert];
         for (int k = 0;; ++k, turn.next()) {
-          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, number_only);
+          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
           if (k == steps) break;
           if (first % 16 == 0) {
             fetch_codes(s, turn, &dy_map, &x_map, rank, tile.below(), work.halves(tile.number),
