@@ -36,42 +36,50 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
-  // 4-byte copies cost 2 to 5 % of the throughput
-  const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
-                       (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
+  // scales of so many K-steps are copied together: 4-byte copies cost 2 to 5 % of the throughput
+  const size_t addresses = (size_t)x_scales | (size_t)w_scales, strides = (size_t)row_stride | (size_t)steps;
+  const int together = column_stride != 1                              ? 1
+                       : strides % 4 == 0 && addresses % 16 == 0 ? 4
+                       : strides % 2 == 0 && addresses % 8 == 0  ? 2
+                                                                 : 1;
   auto column_scales = [&](u32 block, int expert) {
     return w_scales + (expert * (i64)column_blocks + min((int)block, column_blocks - 1)) * steps;
   };
   if (group == 2) {
-    fewer_registers<GATHER ? 32 : 56>();
+    fewer_registers<GATHER ? 48 : 56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
       const u32 rank = cluster_rank();
       const bool leads = elected(), takes = leads && rank == 0;
       const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
-      auto tile_of = [&](u32 block) -> WorkTile {
-        if (taken >= work.all) return {taken, 0, 0, 0};
-        const int unit = work.unit(taken), e = last_at_most(s.first, (int)experts, unit);
-        const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
-        int row, column;
-        const bool below = find_tile(unit - s.first[e], high, wide, height, block, &row, &column);
-        const bool half = taken < work.whole && row + 1 == high && s.half[e];
-        return {half ? ~taken : taken, e, s.offsets[e] + row * ROWS + work.half(taken) * (ROWS / 2),
-                column * COLUMNS + below};
+      auto pass_on = [&](u32 ahead) {
+        int e = ahead == 0 ? 0 : order.expert(s);
+        Location at{0, 0, false};
+        if (taken < work.all) {
+          const int unit = work.unit(taken);
+          e = expert_of(s.first, (int)experts, unit, e);
+          at = find_tiles(unit - s.first[e], blocks_of_128(s.offsets[e + 1] - s.offsets[e]), wide, height);
+        }
+        order.pass_on(s, ahead, [&](u32 block) -> WorkTile {
+          const int row = s.offsets[e] + at.row_of(block) * ROWS;
+          const bool half = taken < work.whole && s.half[e] && row + ROWS >= s.offsets[e + 1];
+          return {half ? ~taken : taken, e, row + work.half(taken) * (ROWS / 2),
+                  at.column_of(block) * COLUMNS + at.below};
+        });
       };
       if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, tile_of);
+      if (takes) pass_on(0);
       for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
         if (!leads) continue;
         order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
         const int w_row = tile.column() < width ? tile.expert * (int)width + tile.column() : -1;
         for (int k = 0;; ++k, turn.next()) {
-          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (takes && k == min(steps, STAGES)) pass_on(1);
           if (k == steps) break;
           fetch_codes(s, turn, &x_map, &w_map, rank, tile.below(), work.halves(tile.number), k * STEP,
                       tile.row, w_row);
@@ -89,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
         for (u32 i = 0; i < 4; ++i) valid |= (u32)(first_row + 32 * i < rows) << i;
         for (int k = 0; k < steps; ++k, turn.next()) {
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-          copy_scales<4>(s, turn, k, by_four, lane, from, row_stride, column_stride, valid, of_columns);
+          copy_scales<4>(s, turn, k, together, lane, from, row_stride, column_stride, valid, of_columns);
           barrier_arrive_copied(&s.full[turn.stage]);
         }
       }
@@ -122,11 +130,11 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
       const float* from = x_scales + max(token, 0) * row_stride;
       const float* of_columns = row < 2 ? column_scales(tile.column() / 128 + row, tile.expert) : nullptr;
       gather_tile(s, turn, warp, warp < 2 * work.halves(tile.number), codes, depth, source, [&](int k) {
-        copy_scales<1>(s, turn, k, by_four, row, from, row_stride, column_stride, token >= 0, of_columns);
+        copy_scales<1>(s, turn, k, together, row, from, row_stride, column_stride, token >= 0, of_columns);
       });
     }
   } else {
-    more_registers<GATHER ? 216 : 224>();
+    more_registers<GATHER ? 208 : 224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
     float sums[2][64];
     auto scales_of = [&](u32 half, At scales) {  // scales of rows my_row and my_row + 8
@@ -138,13 +146,15 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
     };
-    for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+    for (WorkTile tile = order.tile(s); tile.number < work.all;) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       if (work.halves(tile.number) == 2)
         multiply<true, false>(s, turn, group, 2, steps, STEP, scales_of, promote);
       else
         multiply<true, false>(s, turn, group, 1, steps, STEP, scales_of, promote);
+      order.done(s);
+      tile = order.tile(s);  // before the hand-over, which hides the latency
       hand_over(s, sums, group, phase);
     }
   }

@@ -38,21 +38,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       const u32 rank = cluster_rank();
       const bool leads = elected(), takes = leads && rank == 0;
       const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
-      auto tile_of = [&](u32 block) -> WorkTile {
-        if (taken >= work.all) return {taken, 0, 0, 0};
-        const int unit = work.unit(taken), e = last_at_most(s.first, (int)experts, unit);
-        const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
-        int row, column;
-        const bool below = find_tile(unit - s.first[e], high, wide, height, block, &row, &column);
-        return {taken, e, s.offsets[e] + row * ROWS,
-                column * COLUMNS + work.half(taken) * (COLUMNS / 2) + below};
+      auto pass_on = [&](u32 ahead) {
+        int e = ahead == 0 ? 0 : order.expert(s);
+        Location at{0, 0, false};
+        if (taken < work.all) {
+          const int unit = work.unit(taken);
+          e = expert_of(s.first, (int)experts, unit, e);
+          at = find_tiles(unit - s.first[e], blocks_of_128(s.offsets[e + 1] - s.offsets[e]), wide, height);
+        }
+        order.pass_on(s, ahead, [&](u32 block) -> WorkTile {
+          return {taken, e, s.offsets[e] + at.row_of(block) * ROWS,
+                  at.column_of(block) * COLUMNS + work.half(taken) * (COLUMNS / 2) + at.below};
+        });
       };
       if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, tile_of);
+      if (takes) pass_on(0);
       for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
         if (!leads) continue;
         order.expect(s, 1);
@@ -62,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                                                   : tile.expert * (int)width + tile.column();
         const int w_along = TRANSPOSED ? tile.expert * (int)depth : 0;
         for (int k = 0;; ++k, turn.next()) {
-          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (takes && k == min(steps, STAGES)) pass_on(1);
           if (k == steps) break;
           fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, rank, tile.below(), work.halves(tile.number),
                                         k * STEP, w_along + k * STEP, tile.row, w_line);

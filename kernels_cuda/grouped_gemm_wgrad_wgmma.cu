@@ -59,19 +59,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
-  auto located = [&](int number, u32 rank) -> WorkTile {
-    const int unit = work.unit(number), e = unit / units;
-    int row, column;
-    const bool below = find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &row, &column);
-    return {number, e, row * ROWS + work.half(number) * (ROWS / 2), column * COLUMNS + below};
-  };
   // With one scale per column, each warp locates its tile by itself: publishing a tile's location spills
   // registers of the producer warps, which then have 24.
-  auto tile_of = [&](u32 block) -> WorkTile {
-    return BLOCKS && taken < work.all ? located(taken, block) : WorkTile{taken, 0, 0, 0};
+  auto pass_on = [&](u32 ahead) {
+    const bool locate = BLOCKS && taken < work.all;
+    const int unit = work.unit(taken), e = locate ? unit / units : 0;
+    const Location at =
+        locate ? find_tiles(unit - e * units, high, wide, HEIGHT / CLUSTER) : Location{0, 0, false};
+    order.pass_on(s, ahead, [&](u32 block) -> WorkTile {
+      return {taken, e, at.row_of(block) * ROWS + work.half(taken) * (ROWS / 2),
+              at.column_of(block) * COLUMNS + at.below};
+    });
   };
-  auto find = [&](const WorkTile& published) {
-    return BLOCKS ? published : located(published.number, cluster_rank());
+  auto find = [&](const WorkTile& published) -> WorkTile {
+    if (BLOCKS) return published;
+    const int unit = work.unit(published.number), e = unit / units;
+    const Location at = find_tiles(unit - e * units, high, wide, HEIGHT / CLUSTER);
+    const u32 block = cluster_rank();
+    return {published.number, e, at.row_of(block) * ROWS + work.half(published.number) * (ROWS / 2),
+            at.column_of(block) * COLUMNS + at.below};
   };
   auto steps_of = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
   if (group == 2) {
@@ -85,14 +91,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, tile_of);
+      if (takes) pass_on(0);
       for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
         if (!leads) continue;
         order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
         const int steps = steps_of(tile.expert), first = s.offsets[tile.expert];
         for (int k = 0;; ++k, turn.next()) {
-          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (takes && k == min(steps, STAGES)) pass_on(1);
           if (k == steps) break;
           if (first % 16 == 0) {
             fetch_codes(s, turn, &dy_map, &x_map, rank, tile.below(), work.halves(tile.number),
@@ -190,18 +196,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
     };
-    for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      const int steps = uniform(steps_of(tile.expert));
-      const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
-      const int last = uniform(rows_of_expert - (steps - 1) * STEP);
-      if (BLOCKS)
-        multiply<false, false>(s, turn, group, work.halves(tile.number), steps, last, scale_of, promote_all);
-      else
-        multiply<false, true>(s, turn, group, work.halves(tile.number), steps, last, scales_of, promote);
-      tile = find(order.again(s));  // found again, to keep registers free during the main loop
-      if (accumulate && steps_of(tile.expert) == 0) continue;
+    // Stores or hands over sums in float32, or added to existing values, for which it needs their address.
+    auto store_located = [&](const WorkTile& tile) {
+      if (accumulate && steps_of(tile.expert) == 0) return;
       // accumulator i of a half is in row `row` + 64 half (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = tile.row + (int)my_row, column = tile.column() + (int)my_column;
       const int high_left = (int)width - row, wide_left = (int)depth - column;
@@ -227,26 +224,41 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         fence_async();
         __syncwarp();
         if (lane < ARRIVING) barrier_arrive_here(s.made);
-      } else {
-        if (accumulate)
-#pragma unroll
-          for (u32 half = 0; half < 2; ++half) {
-            u32 two[32];  // all loads are issued before the first use: 960 instead of 720 TFLOP/s
-#pragma unroll
-            for (u32 i = 0; i < 32; ++i) {
-              const int row_offset = (int)(64 * half + i % 2 * 8), column_offset = (int)(i / 2 * 8);
-              const bool in_range = row_offset < high_left && column_offset < wide_left;
-              two[i] =
-                  in_range ? *(const u32*)((const u16*)out + at + row_offset * depth + column_offset) : 0u;
-            }
-#pragma unroll
-            for (u32 i = 0; i < 32; ++i) {
-              sums[half][2 * i] += bf16_to_float((u16)two[i]);
-              sums[half][2 * i + 1] += bf16_to_float((u16)(two[i] >> 16));
-            }
-          }
-        hand_over(s, sums, group, phase);
+        return;
       }
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        u32 two[32];  // all loads are issued before the first use: 960 instead of 720 TFLOP/s
+#pragma unroll
+        for (u32 i = 0; i < 32; ++i) {
+          const int row_offset = (int)(64 * half + i % 2 * 8), column_offset = (int)(i / 2 * 8);
+          const bool in_range = row_offset < high_left && column_offset < wide_left;
+          two[i] = in_range ? *(const u32*)((const u16*)out + at + row_offset * depth + column_offset) : 0u;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 32; ++i) {
+          sums[half][2 * i] += bf16_to_float((u16)two[i]);
+          sums[half][2 * i + 1] += bf16_to_float((u16)(two[i] >> 16));
+        }
+      }
+      hand_over(s, sums, group, phase);
+    };
+    for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
+      const int steps = uniform(steps_of(tile.expert));
+      const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
+      const int last = uniform(rows_of_expert - (steps - 1) * STEP);
+      if (BLOCKS)
+        multiply<false, false>(s, turn, group, work.halves(tile.number), steps, last, scale_of, promote_all);
+      else
+        multiply<false, true>(s, turn, group, work.halves(tile.number), steps, last, scales_of, promote);
+      // The tile is found again, to keep registers free during the main loop, and only if needed: its address
+      // takes 500 cycles.
+      if (out_kind == BF16 && !accumulate)
+        hand_over(s, sums, group, phase);
+      else
+        store_located(find(order.again(s)));
     }
   }
   end();

@@ -113,25 +113,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     if (warp == 0) {
       const u32 rank = cluster_rank();
       const bool leads = elected(), takes = leads && rank == 0;
-      auto tile_of = [&](u32 block) -> WorkTile {
+      auto pass_on = [&](u32 ahead) {
         const int unit = work.unit(taken), e = unit / units;
-        int row, column;
-        const bool below = find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, block, &row, &column);
-        return {taken, e, row * ROWS, column * COLUMNS + work.half(taken) * (COLUMNS / 2) + below};
+        const Location at = find_tiles(unit - e * units, high, wide, HEIGHT / CLUSTER);
+        order.pass_on(s, ahead, [&](u32 block) -> WorkTile {
+          return {taken, e, at.row_of(block) * ROWS,
+                  at.column_of(block) * COLUMNS + work.half(taken) * (COLUMNS / 2) + at.below};
+        });
       };
       if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, tile_of);
+      if (takes) pass_on(0);
       for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
         if (!leads) continue;
         order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
         const int steps = steps_of(tile.expert), column = tile.column() < depth ? tile.column() : -1;
         for (int k = 0;; ++k, turn.next()) {
-          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (takes && k == min(steps, STAGES)) pass_on(1);
           if (k == steps) break;
           const int along = s.offsets[tile.expert] + k * STEP;
           fetch_step<true, true>(s, turn, &dy_map, &x_map, rank, tile.below(), work.halves(tile.number),
@@ -168,33 +170,39 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       float d[128];
       const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
       const int last = uniform(rows_of_expert - (steps - 1) * STEP);
-      if (work.halves(tile.number) == 2)
+      const bool whole = work.halves(tile.number) == 2;
+      if (whole)
         multiply<COLUMNS, true, true>(s, turn, group, steps, last, d);
       else
         multiply<COLUMNS / 2, true, true>(s, turn, group, steps, last, d);
+      auto hand_over_tile = [&] {
+        if (whole)
+          hand_over_16<COLUMNS, BF16>(s, d, group, phase);
+        else
+          hand_over_16<COLUMNS / 2, BF16>(s, d, group, phase);
+      };
+      if (out_kind == BF16 && !accumulate) {
+        hand_over_tile();
+        continue;
+      }
       tile = order.again(s);  // read again, to keep registers free during the main loop
-      const u32 halves = work.halves(tile.number);
       // accumulator i is in row `row` (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = tile.row + (int)(t / 32 * 16 + lane / 4), column = tile.column() + (int)(lane % 4 * 2);
       const int high_left = (int)width - row, wide_left = (int)depth - column;
       const i64 at = (tile.expert * width + row) * depth + column;
-      if (out_kind == F32) {
-        float* to = (float*)out + at;
-        if (halves == 2 && accumulate)
-          hand_over_wide<COLUMNS, true>(s, d, group, to, high_left > 0, wide_left, phase);
-        else if (halves == 2)
-          hand_over_wide<COLUMNS, false>(s, d, group, to, high_left > 0, wide_left, phase);
-        else if (accumulate)
-          hand_over_wide<COLUMNS / 2, true>(s, d, group, to, high_left > 0, wide_left, phase);
-        else
-          hand_over_wide<COLUMNS / 2, false>(s, d, group, to, high_left > 0, wide_left, phase);
+      float* to = (float*)out + at;
+      if (out_kind != F32) {
+        add_stored_values(d, (const u16*)out + at, depth, high_left,
+                          min(wide_left, whole ? COLUMNS : COLUMNS / 2));
+        hand_over_tile();
+      } else if (whole && accumulate) {
+        hand_over_wide<COLUMNS, true>(s, d, group, to, high_left > 0, wide_left, phase);
+      } else if (whole) {
+        hand_over_wide<COLUMNS, false>(s, d, group, to, high_left > 0, wide_left, phase);
+      } else if (accumulate) {
+        hand_over_wide<COLUMNS / 2, true>(s, d, group, to, high_left > 0, wide_left, phase);
       } else {
-        if (accumulate)
-          add_stored_values(d, (const u16*)out + at, depth, high_left, min(wide_left, 128 * (int)halves));
-        if (halves == 2)
-          hand_over_16<COLUMNS, BF16>(s, d, group, phase);
-        else
-          hand_over_16<COLUMNS / 2, BF16>(s, d, group, phase);
+        hand_over_wide<COLUMNS / 2, false>(s, d, group, to, high_left > 0, wide_left, phase);
       }
     }
   }

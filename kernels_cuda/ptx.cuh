@@ -199,7 +199,12 @@ __device__ __forceinline__ void copy_async16(void* to, const void* from, bool va
   copy_async16_at(at_of(to), from, valid);
 }
 
-// The same for 4 bytes.
+// The same for 8 and for 4 bytes.
+__device__ __forceinline__ void copy_async8(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(valid ? 8 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void copy_async4(void* to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
                "l"(from), "r"(valid ? 4 : 0)

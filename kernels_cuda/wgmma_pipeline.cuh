@@ -57,25 +57,28 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, c
   }
 }
 
-// Called by a warp of the forward: copies scales of K-step `k`, asynchronously; a row's next four together if
-// `by_four`. `from`: scales of the tile's row `row`, this lane's first; it copies COUNT rows, 32 apart, zeros
-// for those whose bit in `valid` is 0. of_columns: scales of this lane's block of columns, or null.
+// Called by a warp of the forward: copies scales of K-step `k`, asynchronously; of `together` K-steps, 1, 2 or
+// 4, if it is a multiple of that. `from`: scales of the tile's row `row`, this lane's first; it copies COUNT
+// rows, 32 apart, zeros for those whose bit in `valid` is 0. of_columns: scales of this lane's block of
+// columns, or null.
 template <int COUNT>
-__device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, int k, bool by_four, u32 row,
+__device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, int k, int together, u32 row,
                                             const float* from, i64 row_stride, i64 column_stride, u32 valid,
                                             const float* of_columns) {
+  if (k % together != 0) return;
   float* to = s.scales + scales_of_four(turn);
-  if (!by_four) {
+  auto copy = [&](float* to, const float* from, bool used) {
+    if (together == 4)
+      copy_async16(to, from, used);
+    else if (together == 2)
+      copy_async8(to, from, used);
+    else
+      copy_async4(to, from, used);
+  };
 #pragma unroll
-    for (u32 i = 0; i < COUNT; ++i)
-      copy_async4(to + 4 * row + 128 * i, from + 32 * i * row_stride + k * column_stride, valid >> i & 1u);
-    if (of_columns) copy_async4(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
-  } else if (k % 4 == 0) {
-#pragma unroll
-    for (u32 i = 0; i < COUNT; ++i)
-      copy_async16(to + 4 * row + 128 * i, from + 32 * i * row_stride + k, valid >> i & 1u);
-    if (of_columns) copy_async16(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
-  }
+  for (u32 i = 0; i < COUNT; ++i)
+    copy(to + 4 * row + 128 * i, from + 32 * i * row_stride + k * column_stride, valid >> i & 1u);
+  if (of_columns) copy(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
 }
 
 // Zeroes each row's codes from `left` on in a K-step: they belong to the next expert.

@@ -181,6 +181,9 @@ struct Order {
     ++turn;
   }
 
+  // Expert of this turn's tile, called by one thread.
+  __device__ __forceinline__ int expert(const Shared& s) const { return s.turns[turn % TURNS].expert; }
+
   // Called by one thread of each thread block: expects the transaction bytes of the turn `ahead` turns later.
   __device__ __forceinline__ void expect(const Shared& s, u32 ahead) const {
     barrier_expect(&s.known[(turn + ahead) % TURNS], sizeof(WorkTile));
@@ -190,7 +193,7 @@ struct Order {
   __device__ __forceinline__ void pass_on(const Shared& s, u32 ahead, const TileOf& tile_of) const {
     const u32 then = turn + ahead, slot = then % TURNS;
     barrier_wait(&s.seen[slot], then / TURNS % 2 ^ 1u);
-#pragma unroll 1
+#pragma unroll
     for (u32 block = 0; block < CLUSTER; ++block) {
       const WorkTile tile = tile_of(block);
       store_counted_at(at_of_block(&s.turns[slot], block),
@@ -228,23 +231,39 @@ __device__ __forceinline__ int units_of(int high, int wide) {
   return high / CLUSTER * wide + high % CLUSTER * across(wide);
 }
 
-// Row and column of tile `rank` of unit `rest` in such a grid: `height` rows of units at a time, column by
-// column. Returns whether the unit's tiles are vertically adjacent.
-__device__ __forceinline__ bool find_tile(int rest, int high, int wide, int height, u32 rank, int* row,
-                                          int* column) {
-  const int below = high / CLUSTER, group = rest / (height * wide);
+// Where a cluster's tiles are in such a grid, in tiles.
+struct Location {
+  int row, column;  // of the first thread block's tile
+  bool below;       // whether they are vertically adjacent
+  __device__ __forceinline__ int row_of(u32 block) const { return row + (below ? (int)block : 0); }
+  __device__ __forceinline__ int column_of(u32 block) const { return column + (below ? 0 : (int)block); }
+};
+
+// Location of unit `rest` of such a grid: `height` rows of units at a time, column by column.
+__device__ __forceinline__ Location find_tiles(int rest, int high, int wide, int height) {
+  const int below = high / CLUSTER;
   if (rest >= below * wide) {
     rest -= below * wide;
-    *row = below * CLUSTER + rest / across(wide);
-    *column = rest % across(wide) * CLUSTER + (int)rank;
-    return false;
+    return {below * CLUSTER + rest / across(wide), rest % across(wide) * CLUSTER, false};
   }
-  const int first = group * height;
+  // one thread needs about 200 cycles for a division, so the first group is found without
+  const int first = rest < height * wide ? 0 : rest / (height * wide) * height;
   rest -= first * wide;
   height = min(below - first, height);
-  *row = (first + rest % height) * CLUSTER + (int)rank;
-  *column = rest / height;
-  return true;
+  return {(first + rest % height) * CLUSTER, rest / height, true};
+}
+
+// The last expert with first[expert] <= unit, from an earlier one on: one thread needs about 150 cycles for
+// each step of a binary search.
+__device__ __forceinline__ int expert_of(const int* first, int experts, int unit, int expert) {
+  int further;
+  do {
+    further = 0;
+#pragma unroll
+    for (int i = 1; i <= 2; ++i) further += first[min(expert + i, experts)] <= unit;
+    expert += further;
+  } while (further == 2);
+  return expert;
 }
 
 // Called by the two store warps: TMA stores of one part of a finished tile of 16-bit values, up to `count`

@@ -84,6 +84,7 @@ inline void copy_async(const Copy& copy) {
 inline void copy_async16(void* to, const void* from, bool there) { copy_async({to, from, 16, there}); }
 inline void copy_async16_at(At to, const void* from, bool there) { copy_async16((void*)to, from, there); }
 inline void copy_async4(void* to, const void* from, bool there) { copy_async({to, from, 4, there}); }
+inline void copy_async8(void* to, const void* from, bool there) { copy_async({to, from, 8, there}); }
 inline void copy_async_commit() { this_thread().copies.push_back({}); }
 template <int LEFT>
 void copy_async_wait() {
