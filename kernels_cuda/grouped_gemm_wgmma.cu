@@ -146,9 +146,10 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
     };
+    if (!GATHER) clear_sums(sums);
     for (WorkTile tile = order.tile(s); tile.number < work.all;) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
+      for (int i = 0; GATHER && i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       if (work.halves(tile.number) == 2)
         multiply<true, false>(s, turn, group, 2, steps, STEP, scales_of, promote);
       else

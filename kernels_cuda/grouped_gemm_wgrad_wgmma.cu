@@ -224,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         fence_async();
         __syncwarp();
         if (lane < ARRIVING) barrier_arrive_here(s.made);
+        clear_sums(sums);
         return;
       }
 #pragma unroll
@@ -243,9 +244,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
       hand_over(s, sums, group, phase);
     };
+    clear_sums(sums);
     for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       const int steps = uniform(steps_of(tile.expert));
       const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
       const int last = uniform(rows_of_expert - (steps - 1) * STEP);
