@@ -154,9 +154,10 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
         multiply<true, false>(s, turn, group, 2, steps, STEP, scales_of, promote);
       else
         multiply<true, false>(s, turn, group, 1, steps, STEP, scales_of, promote);
+      const u32 parity = order.turn & 1u;
       order.done(s);
       tile = order.tile(s);  // before the hand-over, which hides the latency
-      hand_over(s, sums, group, phase);
+      hand_over<!GATHER>(s, sums, group, parity);
     }
   }
   end();

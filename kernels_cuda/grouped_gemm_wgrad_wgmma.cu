@@ -150,9 +150,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     } else {
       for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
-        if (accumulate && steps_of(tile.expert) == 0) continue;
+        const bool none = accumulate && steps_of(tile.expert) == 0;
         const i64 at = (tile.expert * width + tile.row) * depth + tile.column();
-        const int count = min((int)width - tile.row, (int)work.halves(tile.number) * 64);
+        const int count = none ? 0 : min((int)width - tile.row, (int)work.halves(tile.number) * 64);
         const int columns = (int)depth - tile.column();
         if (out_kind == F32)  // the upper half; the consumers store the lower half themselves
           write_wide_rows(
@@ -198,7 +198,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     };
     // Stores or hands over sums in float32, or added to existing values, for which it needs their address.
     auto store_located = [&](const WorkTile& tile) {
-      if (accumulate && steps_of(tile.expert) == 0) return;
+      if (accumulate && steps_of(tile.expert) == 0) {  // nothing to add
+        barrier_wait(s.written, order.turn & 1u ^ 1u);
+        __syncwarp();
+        if (lane < ARRIVING) barrier_arrive_here(s.made);
+        return;
+      }
       // accumulator i of a half is in row `row` + 64 half (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = tile.row + (int)my_row, column = tile.column() + (int)my_column;
       const int high_left = (int)width - row, wide_left = (int)depth - column;
@@ -213,8 +218,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           else
             store_sums<false>(lower, depth, high_left - 64, wide_left, sums[1]);
         }
-        barrier_wait(s.written, phase ^ 1u);
-        phase ^= 1u;
+        barrier_wait(s.written, order.turn & 1u ^ 1u);
         float* to = (float*)(s.tile + my_row * WIDE_PITCH) + my_column;
 #pragma unroll
         for (u32 j = 0; j < 16; ++j) {
@@ -242,21 +246,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           sums[half][2 * i + 1] += bf16_to_float((u16)(two[i] >> 16));
         }
       }
-      hand_over(s, sums, group, phase);
+      hand_over<true>(s, sums, group, order.turn & 1u);
     };
     clear_sums(sums);
     for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
       const int steps = uniform(steps_of(tile.expert));
+      const u32 halves = work.halves(tile.number);
       const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
       const int last = uniform(rows_of_expert - (steps - 1) * STEP);
       if (BLOCKS)
-        multiply<false, false>(s, turn, group, work.halves(tile.number), steps, last, scale_of, promote_all);
+        multiply<false, false>(s, turn, group, halves, steps, last, scale_of, promote_all);
       else
-        multiply<false, true>(s, turn, group, work.halves(tile.number), steps, last, scales_of, promote);
+        multiply<false, true>(s, turn, group, halves, steps, last, scales_of, promote);
       // The tile is found again, to keep registers free during the main loop, and only if needed: its address
       // takes 500 cycles.
       if (out_kind == BF16 && !accumulate)
-        hand_over(s, sums, group, phase);
+        hand_over<true>(s, sums, group, order.turn & 1u);
       else
         store_located(find(order.again(s)));
     }

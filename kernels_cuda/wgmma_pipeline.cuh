@@ -185,25 +185,24 @@ __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int c
     store_sums<ADD, false>(to, pitch, rows, columns, sums);
 }
 
-// Sets a thread's accumulators to zero at this point of the program.
+// Sets a thread's accumulators to zero at this point of the program; the compiler would move a plain
+// assignment to the beginning of the next tile.
 __device__ __forceinline__ void clear_sums(float (&sums)[2][64]) {
 #pragma unroll
   for (u32 half = 0; half < 2; ++half)
 #pragma unroll
-    for (u32 i = 0; i < 64; i += 2)
-      asm volatile("{ .reg .b64 z; mov.b64 z, 0; mov.b64 {%0, %1}, z; }"
-                   : "=f"(sums[half][i]), "=f"(sums[half][i + 1]));
+    for (u32 i = 0; i < 64; i += 2) clear_here(sums[half][i], sums[half][i + 1]);
 }
 
-// Hands a consumer warpgroup's accumulators, as bfloat16, to the store warps, and clears them, which takes no
-// time while the stores to shared memory complete.
-__device__ __forceinline__ void hand_over(const Shared& s, float (&sums)[2][64], u32 group, u32& phase) {
+// Hands a consumer warpgroup's accumulators, as bfloat16, to the store warps, and (CLEAR) clears them, which
+// takes no time while the stores to shared memory complete. parity: of the number of tiles handed over before.
+template <bool CLEAR>
+__device__ __forceinline__ void hand_over(const Shared& s, float (&sums)[2][64], u32 group, u32 parity) {
   // recomputed here instead of occupying a register during the main loop
   const u32 t = kept(threadIdx.x), lane = t % 32;
   // this lane's address in a block of 16 rows and 16 columns: its row, and one half of the columns
   const At to = at_of(s.tile) + (t % 128 / 32 * 16 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
-  barrier_wait(s.written, phase ^ 1u);
-  phase ^= 1u;
+  barrier_wait(s.written, parity ^ 1u);
 #pragma unroll
   for (u32 half = 0; half < 2; ++half)
 #pragma unroll
@@ -212,7 +211,7 @@ __device__ __forceinline__ void hand_over(const Shared& s, float (&sums)[2][64],
       store_matrices_at(to + 64 * half * PITCH + 16 * j, to_bf16x2(d[0], d[1]), to_bf16x2(d[2], d[3]),
                         to_bf16x2(d[4], d[5]), to_bf16x2(d[6], d[7]));
     }
-  if (!GATHER) clear_sums(sums);
+  if (CLEAR) clear_sums(sums);
   fence_async();
   __syncwarp();
   if (lane < ARRIVING) barrier_arrive_here(s.made);
