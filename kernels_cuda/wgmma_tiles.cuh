@@ -273,8 +273,9 @@ __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count,
   const u8* from = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS);
   barrier_wait(&s.made[part], phase);
   if (part + 1 == PARTS) phase ^= 1u;
-  if (bytes > 0)
-    for (int row = (int)threadIdx.x % WRITERS; row < min(count, ROWS / PARTS); row += WRITERS)
+  // One lane issues a warp's stores: the compiler makes a loop over the lanes of a store by all of them.
+  if (bytes > 0 && elected())
+    for (int row = (int)threadIdx.x % WRITERS / 32; row < min(count, ROWS / PARTS); row += WRITERS / 32)
       bulk_store(to + row * pitch, from + row * PITCH, (u32)min(bytes, max_bytes));
   bulk_finish();
   __syncwarp();
