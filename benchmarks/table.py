@@ -22,7 +22,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = "fp8moe", "fp8moe/expert_parallel", "fp8moe/interop", "kernels_cuda", "adapters", "benchmarks"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-UNCHANGED = ", weights unchanged"  # of the names of rows
 Rows = list[dict[str, Any]]
 
 
@@ -167,26 +166,6 @@ def _layers(rows: Rows) -> str:
             f"{r['copies_percent']:.1f} % | {r['outside_percent']:.0f} % | {r['kept_bytes'] / 2**20:.0f} MiB "
             f"({100 * r['kept_bytes'] / plain['kept_bytes']:.0f} %) |"
         )
-    return "\n".join(lines) + "\n"
-
-
-def _sonicmoe(rows: Rows) -> str:
-    """SonicMoE and fp8_flow with their routers, with weights that change and with unchanged ones."""
-    rows = newest(rows)
-    ms = {(r["shape"], r["name"]): r["ms"] for r in rows}
-    lines = [
-        _origin(rows[0]),
-        "",
-        "| layer | SonicMoE, bf16 | fp8_flow | speedup "
-        "| weights unchanged: SonicMoE, bf16 | fp8_flow | speedup |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for shape in dict.fromkeys(r["shape"] for r in rows):
-        cells = []
-        for suffix in ("", UNCHANGED):
-            peer, own = ms[shape, "SonicMoE, bf16" + suffix], ms[shape, "fp8_flow" + suffix]
-            cells += [f"{peer:.2f} ms", f"{own:.2f} ms", f"{peer / own:.2f}x"]
-        lines.append(f"| {shape} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -628,7 +607,6 @@ def _beside(rows: Rows) -> str:
 _TABLES = {
     "layer": _layers,
     "layer_kernels": _layer_kernels,
-    "layer_sonicmoe": _sonicmoe,
     "exchange": _exchange,
     "jax": _inside,
     "host": _host,

@@ -65,20 +65,20 @@ template <int COUNT>
 __device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, int k, int together, u32 row,
                                             const float* from, i64 row_stride, i64 column_stride, u32 valid,
                                             const float* of_columns) {
-  if (k % together != 0) return;
   float* to = s.scales + scales_of_four(turn);
-  auto copy = [&](float* to, const float* from, bool used) {
-    if (together == 4)
-      copy_async16(to, from, used);
-    else if (together == 2)
-      copy_async8(to, from, used);
-    else
-      copy_async4(to, from, used);
-  };
+  auto copy = [&](const auto& by) {
 #pragma unroll
-  for (u32 i = 0; i < COUNT; ++i)
-    copy(to + 4 * row + 128 * i, from + 32 * i * row_stride + k * column_stride, valid >> i & 1u);
-  if (of_columns) copy(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
+    for (u32 i = 0; i < COUNT; ++i)
+      by(to + 4 * row + 128 * i, from + 32 * i * row_stride + k * column_stride, valid >> i & 1u);
+    if (of_columns) by(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
+  };
+  if (together == 4) {
+    if (k % 4 == 0) copy(copy_async16);
+  } else if (together == 2) {
+    if (k % 2 == 0) copy(copy_async8);
+  } else {
+    copy(copy_async4);
+  }
 }
 
 // Zeroes each row's codes from `left` on in a K-step: they belong to the next expert.
