@@ -580,6 +580,7 @@ def random_operands(counts, width, depth, fmts):
         ("wgmma", [5, 130, 1], 520, 272, ("e5m2", "e4m3")),
         ("wgmma", [0, 0], 8, 16, ("e4m3", "e5m2")),
         ("wgmma", [300], 24, 640, ("e5m2", "e5m2")),
+        ("wgmma", [3, 0, 0, 0, 0, 1, 0, 300, 5], 264, 752, ("e4m3", "e4m3")),
         ("mma", [5, 130, 1], 136, 144, ("e5m2", "e4m3")),
         ("plain", [5, 0, 30], 20, 40, ("e5m2", "e4m3")),
     ],
@@ -602,12 +603,13 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
         (200, 2, 2, 136, 144, 128, {"fmts": ("e5m2", "e4m3")}),
         (70, 4, 3, 520, 640, 16, {"spare": 50, "fmts": ("e4m3", "e5m2")}),
         (30, 2, 1, 24, 512, 1, {"spare": -140}),
+        (150, 9, 1, 24, 768, 128, {}),
         (1, 1, 1, 8, 16, 128, {}),
     ],
 )
 def test_gathered_products(tokens, experts, topk, width, depth, align_size, options):
-    """Half tiles, pairs side by side, contractions whose scales are not loaded four at a time, dropped rows,
-    and rows past the last expert."""
+    """Half tiles, pairs side by side, contractions whose scales are loaded one, two or four at a time, dropped
+    rows, and rows past the last expert."""
     gathered_products(both, RNG, tokens, experts, topk, width, depth, align_size, **options)
 
 
