@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -285,8 +286,11 @@ def _saved_by_autograd(ctx: Any) -> Saved:
             raise
         codes = ctx.options.recipe != "bf16"
         changed = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
+        what = f"w13, w2: got {changed}"
+        if re.search(r"\b(Int|Long)Tensor", str(error)):
+            what = "topk_ids, tokens_per_expert: got ids or counts that were changed"
         raise RuntimeError(
-            f"w13, w2: got {changed} after the forward; wanted the forward's own; run the backward first"
+            f"{what} after the forward; wanted the forward's own; run the backward first"
         ) from error
     return map_arrays(lambda _, a: next(tensors) if a is _PLACEHOLDER else a, ctx.saved)  # type: ignore[no-any-return]
 

@@ -21,6 +21,7 @@ from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, mai
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
 from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
+from fp8moe.adapters.torch_router import product
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
@@ -303,8 +304,8 @@ def _experts_in_dtype(
     layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
     layer |= {"align_size": align_size} if align_size else {"comm": comm}
     if recipe == "bf16" and not explicit and _grouped_mm_takes(rows, weights[0], weights[1], comm):
-        product = rows_by_grouped_mm if align_size else by_grouped_mm
-        y = product(rows, weights[0], weights[1], ids, probs, **layer)
+        multiply = rows_by_grouped_mm if align_size else by_grouped_mm
+        y = multiply(rows, weights[0], weights[1], ids, probs, **layer)
     else:
         layer |= {"recipe": recipe, "backend": backend, "num_sms": num_sms, "ffn": ffn}
         y = experts(rows, masters[0], masters[1], ids, probs, operands, **layer)
@@ -313,7 +314,9 @@ def _experts_in_dtype(
     if bias2 is not None:
         if align_size:
             ids, probs = _expert_of_rows(ids, len(rows), align_size)[:, None], probs[:, None]
-        y = y + _probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
+        biased = y + product(_probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype), bias2.to(y.dtype))
+        # rows of no expert: zeros times a NaN in their gradients would be a gradient of the bias
+        y = torch.where(ids < bias2.shape[0], biased, y) if align_size else biased
     return y.to(x.dtype).reshape(x.shape)
 
 
@@ -536,10 +539,10 @@ def _joined_weights(weights: list[Any], bias13: Tensor | None, recipe: str, halv
         return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]
     parts = list(w13) if isinstance(w13, tuple) else [w13]
     missing = 0 if recipe == "bf16" or isinstance(w2, Quantized) else -w2.shape[2] % FP8_BLOCK[1]
-    if missing:
-        if len(parts) < halves:
-            parts = list(parts[0].unflatten(1, (2, -1)).unbind(1))
-        parts, w2 = [pad(w, (0, 0, 0, missing)) for w in parts], pad(w2, (0, missing))
+    if missing:  # not by unbind, whose backward torch's CPU autocast refuses for the other 16-bit dtype
+        in_one = halves // len(parts)
+        parts = [pad(w.unflatten(1, (in_one, -1)), (0, 0, 0, missing)).flatten(1, 2) for w in parts]
+        w2 = pad(w2, (0, missing))
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if bias13 is not None:
         check_float("bias13", bias13, 2)

@@ -520,6 +520,13 @@ class FP8FlowMoE(nn.Module):
 
     def _keep_copies(self) -> _Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any."""
+        for name in ("w13", "w2"):
+            if getattr(self, name) is not getattr(self, name):
+                raise RuntimeError(
+                    f"{name}: got a weight that is computed anew on each access (a parametrization), so that "
+                    "it cannot be known to be unchanged; wanted the context "
+                    "torch.nn.utils.parametrize.cached() around this one"
+                )
         old, target = self._copies, None
         if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
             target = old.records

@@ -608,8 +608,8 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
     ],
 )
 def test_gathered_products(tokens, experts, topk, width, depth, align_size, options):
-    """Half tiles, pairs side by side, contractions whose scales are loaded one, two or four at a time, dropped
-    rows, and rows past the last expert."""
+    """Half tiles, pairs side by side, scales loaded for one, two or four K-steps at a time, dropped rows, and
+    rows past the last expert."""
     gathered_products(both, RNG, tokens, experts, topk, width, depth, align_size, **options)
 
 

@@ -362,6 +362,47 @@ def test_torch_function_equals_moe_experts(recipe, recompute, compiled):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_after_the_last_expert_affect_no_gradient(recipe):
+    """NaN in x and dy there reaches no gradient, that of bias2 included."""
+    experts, hidden, ffn = 3, 16, 24
+    x, dy = torch.randn(10, hidden), torch.randn(10, hidden)
+    shapes = (2 * ffn, hidden), (hidden, ffn), (2 * ffn,), (hidden,)
+    leaves = [torch.randn(experts, *shape).requires_grad_() for shape in shapes]
+    leaves += [torch.rand(10).requires_grad_()]
+    counts = torch.tensor([2, 0, 5])
+
+    def gradients(x, dy):
+        x = x.clone().requires_grad_()
+        w13, w2, bias13, bias2, probs = leaves
+        options = {"recipe": recipe, "bias13": bias13, "bias2": bias2}
+        y = moe_experts_permuted(x, w13, w2, counts, probs, **options)
+        return torch.autograd.grad(y, [x, *leaves], dy)
+
+    wanted = gradients(x, dy)
+    x[7:] = dy[7:] = float("nan")
+    for actual, plain in zip(gradients(x, dy), wanted, strict=True):
+        assert torch.equal(actual, plain)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_counts_changed_before_the_backward(recipe):
+    """Torch's product keeps its own offsets; the library's saves the counts, and raises."""
+    x, counts = torch.randn(7, 16, requires_grad=True), torch.tensor([2, 0, 5], dtype=torch.int32)
+    w13, w2 = torch.randn(3, 48, 16), torch.randn(3, 16, 24)
+    arguments = {"recipe": recipe, "align_size": 1}
+    (wanted,) = torch.autograd.grad(
+        moe_experts_permuted(x, w13, w2, counts.clone(), torch.ones(7), **arguments).sum(), x
+    )
+    y = moe_experts_permuted(x, w13, w2, counts, torch.ones(7), **arguments)
+    counts.zero_()
+    if recipe == "bf16":
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], wanted)
+        return
+    with pytest.raises(RuntimeError, match="got ids or counts that were changed after the forward"):
+        y.sum().backward()
+
+
 def test_main_grad():
     x, w13, w2, counts, _, probs, dy = torch_problem()
     weights = [torch.nn.Parameter(w) for w in (w13, w2)]

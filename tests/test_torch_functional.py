@@ -155,6 +155,25 @@ def test_backward_under_autocast_to_float16():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
+def test_backward_of_one_padded_and_biased_tensor_under_autocast_to_float16(recipe):
+    """Of an expert width that is padded, with biases, in the gradients of large and of tiny losses, which
+    float16 could not represent."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    leaves = [x, torch.cat((w1, w3), dim=1).bfloat16(), w2.bfloat16(), torch.randn(w2.shape[:2]), probs]
+    bias13 = torch.randn(w1.shape[0], 2 * w1.shape[1])
+
+    def call(x, w13, w2, bias2, probs):
+        return moe_experts(x, w13, w2, ids, probs, recipe=recipe, bias13=bias13, bias2=bias2)
+
+    for scale in (2.0**-20, 1.0, 2.0**24):
+        wanted = results(call, leaves, dy * scale)
+        with torch.autocast("cpu", torch.float16):
+            actual = results(call, leaves, dy * scale)
+        for a, b in zip(actual, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("change", ["experts", "ffn"])
 def test_fp8_weights_of_another_size_raise(change):
     x, w1, w3, w2, ids, probs, _ = problem()

@@ -454,6 +454,26 @@ def test_the_routers_product_is_in_float32(dtype, device, autocast):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_routers_gradients_are_in_float32(dtype, compiled):
+    """Also if the backward runs under autocast: eager, or compiled, which traces the backward in the autocast
+    of the call. Gradients too small or too large for float16 are among them."""
+    router, x = Router(64, 8, RouterConfig(2)), torch.randn(100, 64, requires_grad=True)
+    torch.compiler.reset()
+    run = torch.compile(router, backend="aot_eager", fullgraph=True) if compiled else router
+    scales = torch.linspace(1, 2, 200).view(100, 2)
+
+    def gradients(forward, scale, enabled):
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            loss = (forward(x)[1] * scales).sum() * scale
+            return torch.autograd.grad(loss, [x, router.weight])
+
+    for scale in (2.0**-30, 1.0, 2.0**24):
+        for actual, wanted in zip(gradients(run, scale, True), gradients(router, scale, False), strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
 def test_float32_is_the_sum_of_three_bfloat16_parts():
     x = torch.randn(10_000) * torch.exp2(torch.randint(-60, 60, (10_000,)))
     high, middle, low = (part.double() for part in parts(x))

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.parametrize
 
 import fp8moe
 from fp8moe.adapters import torch_moe, torch_ops
@@ -258,6 +259,27 @@ def test_gradient_accumulation(device, convention, fused):
     if convention == "scope":
         assert layers[0].fp8_weight_nbytes == 0
     assert_fresh(layers[0])
+
+
+class Scaled(torch.nn.Module):
+    """A parametrization: a weight that is computed anew on each access."""
+
+    def forward(self, w):
+        return w * 2
+
+
+def test_parametrized_weights_are_kept_only_if_cached():
+    layer, x = module(), tokens()
+    torch.nn.utils.parametrize.register_parametrization(layer, "w13", Scaled())
+    wanted = layer(x)
+    message = r"w13: got a weight that is computed anew.*torch\.nn\.utils\.parametrize\.cached"
+    with pytest.raises(RuntimeError, match=message), torch_moe.weights_unchanged(layer):
+        pass
+    with pytest.raises(RuntimeError, match=message):
+        layer(x, is_first_microbatch=True)
+    with torch.nn.utils.parametrize.cached(), torch_moe.weights_unchanged(layer):
+        assert torch.equal(layer(x), wanted)
+    assert torch.equal(layer(x), wanted)
 
 
 def test_weights_unchanged_for_evaluation(device):
