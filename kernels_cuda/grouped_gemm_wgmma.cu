@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
   u32 phase = 0;  // parity of the staged tile
   // scales of so many K-steps are copied together: 4-byte copies cost 2 to 5 % of the throughput
   const size_t addresses = (size_t)x_scales | (size_t)w_scales, strides = (size_t)row_stride | (size_t)steps;
-  const int together = column_stride != 1                              ? 1
+  const int together = column_stride != 1                        ? 1
                        : strides % 4 == 0 && addresses % 16 == 0 ? 4
                        : strides % 2 == 0 && addresses % 8 == 0  ? 2
                                                                  : 1;

@@ -57,9 +57,9 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, c
   }
 }
 
-// Called by a warp of the forward: copies scales of K-step `k`, asynchronously; of `together` K-steps, 1, 2 or
-// 4, if it is a multiple of that. `from`: scales of the tile's row `row`, this lane's first; it copies COUNT
-// rows, 32 apart, zeros for those whose bit in `valid` is 0. of_columns: scales of this lane's block of
+// Called by a warp of the forward: copies scales of K-step `k`, asynchronously; of `together` K-steps, 1, 2
+// or 4, if it is a multiple of that. `from`: scales of the tile's row `row`, this lane's first; it copies
+// COUNT rows, 32 apart, zeros for those whose bit in `valid` is 0. of_columns: scales of this lane's block of
 // columns, or null.
 template <int COUNT>
 __device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, int k, int together, u32 row,
@@ -195,7 +195,8 @@ __device__ __forceinline__ void clear_sums(float (&sums)[2][64]) {
 }
 
 // Hands a consumer warpgroup's accumulators, as bfloat16, to the store warps, and (CLEAR) clears them, which
-// takes no time while the stores to shared memory complete. parity: of the number of tiles handed over before.
+// takes no time while the stores to shared memory complete. parity: of the number of tiles handed over
+// before.
 template <bool CLEAR>
 __device__ __forceinline__ void hand_over(const Shared& s, float (&sums)[2][64], u32 group, u32 parity) {
   // recomputed here instead of occupying a register during the main loop
