@@ -20,8 +20,12 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
-from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
-from fp8moe.adapters.torch_router import product
+from fp8moe.adapters.torch_operation import (
+    check_float,
+    check_tensor,
+    mm_without_autocast,
+    refuse_transforms,
+)
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
@@ -304,8 +308,8 @@ def _experts_in_dtype(
     layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
     layer |= {"align_size": align_size} if align_size else {"comm": comm}
     if recipe == "bf16" and not explicit and _grouped_mm_takes(rows, weights[0], weights[1], comm):
-        multiply = rows_by_grouped_mm if align_size else by_grouped_mm
-        y = multiply(rows, weights[0], weights[1], ids, probs, **layer)
+        product = rows_by_grouped_mm if align_size else by_grouped_mm
+        y = product(rows, weights[0], weights[1], ids, probs, **layer)
     else:
         layer |= {"recipe": recipe, "backend": backend, "num_sms": num_sms, "ffn": ffn}
         y = experts(rows, masters[0], masters[1], ids, probs, operands, **layer)
@@ -314,7 +318,8 @@ def _experts_in_dtype(
     if bias2 is not None:
         if align_size:
             ids, probs = _expert_of_rows(ids, len(rows), align_size)[:, None], probs[:, None]
-        biased = y + product(_probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype), bias2.to(y.dtype))
+        shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype)
+        biased = y + mm_without_autocast(shares, bias2.to(y.dtype))
         # rows of no expert: zeros times a NaN in their gradients would be a gradient of the bias
         y = torch.where(ids < bias2.shape[0], biased, y) if align_size else biased
     return y.to(x.dtype).reshape(x.shape)

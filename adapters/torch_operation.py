@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
+from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import (
     PLAIN,
     Operator,
+    differentiable,
     once_differentiable,
     operator_of,
     records_operators,
@@ -337,3 +339,23 @@ def _plan_with(fields: dict[str, Any], data: Tensor) -> PermutationPlan:
     plan: PermutationPlan = object.__new__(PermutationPlan)
     plan.__dict__.update(fields, data=data)
     return plan
+
+
+class _MM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any) -> Any:
+        ctx.save_for_backward(a, b)
+        with torch.autocast(a.device.type, enabled=False):
+            return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        a, b = ctx.saved_tensors
+        needs_a, needs_b = asked_for(ctx)
+        with torch.autocast(a.device.type, enabled=False):
+            return grad @ b.t() if needs_a else None, a.t() @ grad if needs_b else None
+
+
+#: a @ b of two matrices in their dtype, also in the backward, whatever autocast says. The backward of torch's
+#: product runs in the autocast of the backward call: in compiled code in that of the forward call.
+mm_without_autocast = differentiable(_MM)

@@ -22,7 +22,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
-from fp8moe.adapters.torch_operation import refuse_transforms
+from fp8moe.adapters.torch_operation import mm_without_autocast, refuse_transforms
 from fp8moe.adapters.torch_sharding import local_of, own_part
 
 __all__ = ["Router", "route"]
@@ -188,26 +188,6 @@ def parts(a: Tensor) -> list[Tensor]:
 # ---------------------------------------------------------------- the product
 
 
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Any, b: Any) -> Any:
-        ctx.save_for_backward(a, b)
-        with torch.autocast(a.device.type, enabled=False):
-            return a @ b
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        a, b = ctx.saved_tensors
-        needs_a, needs_b = asked_for(ctx)
-        with torch.autocast(a.device.type, enabled=False):
-            return grad @ b.t() if needs_a else None, a.t() @ grad if needs_b else None
-
-
-#: a @ b of two matrices in their dtype, also in the backward, whatever autocast says. The backward of torch's
-#: product runs in the autocast of the backward call: in compiled code in that of the forward call.
-product = differentiable(_Product)
-
-
 def _on_tensor_cores(x: Tensor, w: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and w.dtype in (torch.bfloat16, torch.float32)
 
@@ -360,6 +340,6 @@ def _route_rows(
     scalars = _scalars_of(config)
     if _on_tensor_cores(x, w):
         return tuple(_route_rows_with_grad(x, w, bias, scalars, num_sequences, pass_rows))
-    logits = product(x.float(), w.float().t())
+    logits = mm_without_autocast(x.float(), w.float().t())
     results = _route_with_grad(logits, bias, scalars, num_sequences)
     return (x, *results) if pass_rows else tuple(results)

@@ -40,12 +40,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
       auto pass_on = [&](u32 ahead) {
         int e = ahead == 0 ? 0 : order.expert(s);
-        Location at{0, 0, false};
-        if (taken < work.all) {
-          const int unit = work.unit(taken);
-          e = expert_of(s.first, (int)experts, unit, e);
-          at = find_tiles(unit - s.first[e], blocks_of_128(s.offsets[e + 1] - s.offsets[e]), wide, height);
-        }
+        const Location at = find_rows(s, work, taken, (int)experts, wide, height, &e);
         order.pass_on(s, ahead, [&](u32 block) -> WorkTile {
           return {taken, e, s.offsets[e] + at.row_of(block) * ROWS,
                   at.column_of(block) * COLUMNS + work.half(taken) * (COLUMNS / 2) + at.below};

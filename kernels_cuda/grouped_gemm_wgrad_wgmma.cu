@@ -59,25 +59,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
+  auto find_unit = [&](int number, int* e) {
+    const int unit = work.unit(number);
+    *e = unit / units;
+    return find_tiles(unit - *e * units, high, wide, HEIGHT / CLUSTER);
+  };
+  auto tile_of = [&](int number, int e, const Location& at, u32 block) -> WorkTile {
+    return {number, e, at.row_of(block) * ROWS + work.half(number) * (ROWS / 2),
+            at.column_of(block) * COLUMNS + at.below};
+  };
   // With one scale per column, each warp locates its tile by itself: publishing a tile's location spills
   // registers of the producer warps, which then have 24.
   auto pass_on = [&](u32 ahead) {
-    const bool locate = BLOCKS && taken < work.all;
-    const int unit = work.unit(taken), e = locate ? unit / units : 0;
-    const Location at =
-        locate ? find_tiles(unit - e * units, high, wide, HEIGHT / CLUSTER) : Location{0, 0, false};
-    order.pass_on(s, ahead, [&](u32 block) -> WorkTile {
-      return {taken, e, at.row_of(block) * ROWS + work.half(taken) * (ROWS / 2),
-              at.column_of(block) * COLUMNS + at.below};
-    });
+    int e = 0;
+    Location at{0, 0, false};
+    if (BLOCKS && taken < work.all) at = find_unit(taken, &e);
+    order.pass_on(s, ahead, [&](u32 block) { return tile_of(taken, e, at, block); });
   };
   auto find = [&](const WorkTile& published) -> WorkTile {
     if (BLOCKS) return published;
-    const int unit = work.unit(published.number), e = unit / units;
-    const Location at = find_tiles(unit - e * units, high, wide, HEIGHT / CLUSTER);
-    const u32 block = cluster_rank();
-    return {published.number, e, at.row_of(block) * ROWS + work.half(published.number) * (ROWS / 2),
-            at.column_of(block) * COLUMNS + at.below};
+    int e;
+    const Location at = find_unit(published.number, &e);
+    return tile_of(published.number, e, at, cluster_rank());
   };
   auto steps_of = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
   if (group == 2) {

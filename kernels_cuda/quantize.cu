@@ -249,8 +249,8 @@ __device__ __forceinline__ void store_some(u8* to, const Words& words, i64 count
 #endif
 
 // quantize_weights for a part of the result of any size, with strided input that may be smaller than the
-// part: the rest of the part gets codes of zero. Slower: within a step
-// of 128 experts of 2048 x 768 bfloat16 647 us for both weights instead of 623.
+// part: the rest of the part gets codes of zero. Slower: within a step of 128 experts of 2048 x 768 bfloat16
+// 647 us for both weights instead of 623.
 // Arguments: x [matrices, real_rows, real_columns] with strides x_matrix and x_row in elements, `aligned` if
 //   rows and groups of eight are 16-byte aligned; the part [matrices, part_rows, part_columns] starts at
 //   (first_row, first_column) of codes [matrices, rows, columns]. Outputs as above.

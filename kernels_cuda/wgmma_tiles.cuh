@@ -268,6 +268,18 @@ __device__ __forceinline__ int expert_of(const int* first, int experts, int unit
   return expert;
 }
 
+// Forward: location of a claimed number's tiles among its expert's rows, and in *expert that expert; on entry
+// the expert of an earlier number.
+__device__ __forceinline__ Location find_rows(const Shared& s, const Work& work, int claimed, int experts,
+                                              int wide, int height, int* expert) {
+  Location at{0, 0, false};
+  if (claimed < work.all) {
+    const int unit = work.unit(claimed), e = *expert = expert_of(s.first, experts, unit, *expert);
+    at = find_tiles(unit - s.first[e], blocks_of_128(s.offsets[e + 1] - s.offsets[e]), wide, height);
+  }
+  return at;
+}
+
 // Called by the two store warps: TMA stores of one part of a finished tile of 16-bit values, up to `count`
 // rows of min(bytes, max_bytes) bytes, to rows `pitch` bytes apart.
 __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count, int bytes, int max_bytes,
