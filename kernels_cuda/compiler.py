@@ -86,6 +86,12 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
+# The oldest NVRTC that the tests compile every source with, and the first that knows every architecture
+# above. From 12.1 on, older ones compile for sm_90a (12.0 has neither st.async nor vectors in red), with
+# spills before 12.8.
+OLDEST_NVRTC = (12, 9)
+
+
 class CompileError(RuntimeError):
     """A kernel does not compile; the message is the compiler's, with file and line."""
 
@@ -220,9 +226,19 @@ def compile_source(path: Path, architecture: str, defines: tuple[str, ...] = ())
         nvrtc.compileProgram(program, list(options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        raise CompileError(f"{error}\n{nvrtc.getProgramLog(program)}") from None
+        raise CompileError(f"{error}{_too_old(nvrtc.getVersion())}\n{nvrtc.getProgramLog(program)}") from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _too_old(version: tuple[int, int]) -> str:
+    if version >= OLDEST_NVRTC:
+        return ""
+    found, oldest = (".".join(map(str, v)) for v in (version, OLDEST_NVRTC))
+    return (
+        f": NVRTC {found} was found; these kernels need {oldest} or newer, which runs with every driver of "
+        "its major version: pip install --upgrade 'fp8moe[cuda13]' (or fp8moe[cuda12])"
+    )
 
 
 @cache

@@ -66,7 +66,7 @@ __device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, i
                                             const float* from, i64 row_stride, i64 column_stride, u32 valid,
                                             const float* of_columns) {
   float* to = s.scales + scales_of_four(turn);
-  auto copy = [&](const auto& by) {
+  auto copy = [&](void (*by)(void*, const void*, bool)) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i)
       by(to + 4 * row + 128 * i, from + 32 * i * row_stride + k * column_stride, valid >> i & 1u);

@@ -1,13 +1,16 @@
 """The cache of compiled kernels, and the compilation of every kernel for every architecture, without a
 GPU."""
 
+import ctypes
 import gc
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,6 +202,85 @@ def test_static_shared_memory_is_within_the_launchers_estimate():
             }
     tiles = {k: declared[k] for k in ("quantize_tiles", "swiglu_quantize_tiles")}
     assert [k for k, size in tiles.items() if size > DECLARED] == []
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+def test_the_oldest_compiler_compiles_every_kernel(architecture, monkeypatch):
+    """NVRTC accepts more from version to version: 13.5 took a generic lambda that 13.0 and 12.9 refuse."""
+    pytest.importorskip("cupy")
+    nvrtc = OldNvrtc()
+    assert nvrtc.getVersion() == compiler.OLDEST_NVRTC
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: nvrtc)
+    for path in compiler.sources(architecture):
+        variants = compiler.variants(path)
+        for defines in sorted({variants[0], variants[-1]}):
+            code, log = compiler.compile_source(path, architecture, defines)
+            assert code.startswith(b"\x7fELF")
+            kernels = compiler.usage(log)
+            assert kernels
+            if architecture == "sm_90a":
+                assert [(k, defines) for k in kernels if k[2]] == []
+
+
+class OldNvrtc:
+    """The functions of CuPy's NVRTC module that the compiler calls, by nvidia-cuda-nvrtc-cu12's library."""
+
+    class NVRTCError(Exception):
+        pass
+
+    def __init__(self):
+        spec = importlib.util.find_spec("nvidia.cuda_nvrtc")
+        if spec is None:
+            pytest.skip("nvidia-cuda-nvrtc-cu12 is not installed")
+        folder = Path(spec.submodule_search_locations[0]) / "lib"
+        for builtins in folder.glob("libnvrtc-builtins.so.*"):  # NVRTC opens it by its name alone
+            ctypes.CDLL(str(builtins))
+        self.library = ctypes.CDLL(str(folder / "libnvrtc.so.12"))
+
+    def _call(self, name, *arguments):
+        if status := getattr(self.library, f"nvrtc{name}")(*arguments):
+            raise self.NVRTCError(f"{name}: {status}")
+
+    def _read(self, name, program):
+        size = ctypes.c_size_t()
+        self._call(f"Get{name}Size", program, ctypes.byref(size))
+        content = ctypes.create_string_buffer(size.value)
+        self._call(f"Get{name}", program, content)
+        return content.raw
+
+    def getVersion(self):
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("Version", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    def createProgram(self, text, name, headers, names):
+        program = ctypes.c_void_p()
+        strings = ctypes.c_char_p * len(headers)
+        source = text.encode(), name.encode(), len(headers), strings(*headers), strings(*names)
+        self._call("CreateProgram", ctypes.byref(program), *source)
+        return program
+
+    def compileProgram(self, program, options):
+        strings = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        self._call("CompileProgram", program, len(options), strings)
+
+    def getCUBIN(self, program):
+        return self._read("CUBIN", program)
+
+    def getProgramLog(self, program):
+        return self._read("ProgramLog", program).rstrip(b"\0").decode()
+
+    def destroyProgram(self, program):
+        self._call("DestroyProgram", ctypes.byref(program))
+
+
+def test_an_error_names_a_compiler_that_is_too_old(monkeypatch):
+    pytest.importorskip("cupy")
+    nvrtc = OldNvrtc()
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (12, 0))
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: nvrtc)
+    with pytest.raises(compiler.CompileError, match=r"NVRTC 12\.0 was found.*need 12\.9 or newer.*cuda12"):
+        compiler.compile_source(compiler.SOURCES / "permute.cu", "sm_999")
 
 
 def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
