@@ -106,7 +106,7 @@ def _on_hopper(x: Tensor) -> bool:
 def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy.T @ x for each expert's rows, in bfloat16."""
     if _on_hopper(x):
-        return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None, None)  # type: ignore[no-any-return]
+        return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None, None, None)  # type: ignore[no-any-return]
     return nn.functional.grouped_mm(dy.t(), x, offs=offsets[1:])
 
 

@@ -374,7 +374,7 @@ def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
         # float16 outputs are not supported
         dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
         pair = (x, dy) if values["transpose_w"] else (dy, x)
-        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms).to(w.dtype)
+        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms, None).to(w.dtype)
     return [dx, dw]
 
 

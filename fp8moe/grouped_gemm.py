@@ -68,6 +68,12 @@ def not_on_cpu(name: str, value: str | int) -> ValueError:
     return ValueError(f"{name}: got {value!r} for arrays on the CPU; wanted None, or arrays on CUDA")
 
 
+def _check_counts(tokens_per_expert: Any, experts: int) -> None:
+    if tokens_per_expert is not None:
+        checks.dtype("tokens_per_expert", tokens_per_expert, (checks.INT32,))
+        checks.shape("tokens_per_expert", tokens_per_expert, (experts,))
+
+
 @operation
 def grouped_gemm(
     x: ArrayLike,
@@ -160,9 +166,7 @@ def grouped_gemm(
     checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
     experts, width = w.shape[0], w.shape[2 if transpose_w else 1]
     checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
-    if a.tokens_per_expert is not None:
-        checks.dtype("tokens_per_expert", a.tokens_per_expert, (np.dtype(np.int32),))
-        checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
+    _check_counts(a.tokens_per_expert, experts)
     out = call.empty(ArraySpec((a.x.shape[0], width), BFLOAT16 if quantized else a.x.dtype))
     call.run(
         "grouped_gemm",
@@ -260,6 +264,7 @@ def grouped_gemm_wgrad(
     dtype: str = "float32",
     backend: str | None = None,
     num_sms: int | None = None,
+    tokens_per_expert: ArrayLike | None = None,
 ) -> Any:
     """Weight gradient: out[e] = dy[rows of e].T @ x[rows of e].
 
@@ -283,6 +288,10 @@ def grouped_gemm_wgrad(
         16.
     num_sms : int or None
         As for `grouped_gemm`.
+    tokens_per_expert : ArrayLike or None, int32, [E]
+        Number of each expert's rows that are not padding; None: all. Padding rows must be zeros. With (128,
+        128) blocks, "wgmma" multiplies only the groups of 32 rows that have one of these rows: with a
+        thousand rows per expert, 4 % of the products are of padding.
 
     Returns
     -------
@@ -308,7 +317,7 @@ def grouped_gemm_wgrad(
     >>> fp8moe.grouped_gemm_wgrad(dy, x, np.array([0, 1, 3], np.int32)).ravel().tolist()
     [1.0, 5.0]
     """
-    call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
+    call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out, tokens_per_expert=tokens_per_expert)
     a = call.args
     backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
     if isinstance(a.dy, QuantTensor):
@@ -330,6 +339,7 @@ def grouped_gemm_wgrad(
         if isinstance(q, QuantTensor) and not q.transposed:
             checks.column_scales(call, name, q, a.expert_offsets)
     shape = (a.expert_offsets.shape[0] - 1, width, depth)
+    _check_counts(a.tokens_per_expert, shape[0])
     if a.out is None:
         checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
         result = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
@@ -344,6 +354,7 @@ def grouped_gemm_wgrad(
         a.dy,
         a.x,
         a.expert_offsets,
+        a.tokens_per_expert,
         accumulate=a.out is not None,
         backend=backend,
         num_sms=num_sms,

@@ -1288,16 +1288,17 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
 def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
     plan, offsets = operands.plan, operands.plan.expert_offsets
     a, dh, x = operands.a, operands.dh, operands.x
+    options = {"dtype": dtype, "tokens_per_expert": int32_counts(plan)}
     if a is not None:
         transposed = permute_transpose(operands.dy, plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
-        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
+        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, **options)
         del transposed
     if dh is None:
         return None, dw2
     transposed = permute_transpose(x, plan, target=_TARGET)
     parts = _parts_of_dh(dh, dw13, ffn)
-    sums = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
+    sums = [grouped_gemm_wgrad(half, transposed, offsets, out, **options) for half, out in parts]
     return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
 
 

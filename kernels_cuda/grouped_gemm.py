@@ -203,6 +203,7 @@ def grouped_gemm_wgrad(
     dy: Any,
     x: Any,
     expert_offsets: Any,
+    tokens_per_expert: Any,
     *,
     accumulate: bool,
     backend: str | None,
@@ -215,8 +216,10 @@ def grouped_gemm_wgrad(
         _plain_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
-        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **limit)
+        options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        if chosen == "wgmma" and product.quantized:
+            options["tokens_per_expert"] = tokens_per_expert
+        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **options)
 
 
 def _cublas() -> ModuleType:

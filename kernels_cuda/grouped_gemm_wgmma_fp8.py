@@ -107,7 +107,14 @@ def grouped_gemm(
 
 
 def grouped_gemm_wgrad(
-    dy: QuantTensor, x: QuantTensor, expert_offsets: Any, *, accumulate: bool, num_sms: int | None, out: Any
+    dy: QuantTensor,
+    x: QuantTensor,
+    expert_offsets: Any,
+    *,
+    tokens_per_expert: Any,
+    accumulate: bool,
+    num_sms: int | None,
+    out: Any,
 ) -> None:
     experts, width, depth = out.shape
     _launch_tiles(
@@ -125,6 +132,7 @@ def grouped_gemm_wgrad(
         x.scales,
         min(dy.scales.shape[0], x.scales.shape[0]),
         expert_offsets,
+        tokens_per_expert,
         experts,
         dy.shape[0],
         width,

@@ -34,7 +34,8 @@ __device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7
 // Arguments: dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales
 //   [blocks, depth], where blocks of 128 rows restart at each expert and `known` of them have scales; out
 //   float32 or bfloat16 [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)],
-//   x_scales likewise; experts whose first row is not a multiple of 128 give NaN.
+//   x_scales likewise; experts whose first row is not a multiple of 128 give NaN; `real`: each expert's rows
+//   without padding, which are zeros, or null. Groups of 32 rows of padding are not multiplied.
 // Requires: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts whose first row is not a
 //   multiple of 16 are slow; multiples of 128 are fastest.
 // Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
@@ -44,15 +45,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
                              const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
-                             i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind,
-                             void* out, int* counter) {
+                             const int* real, i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate,
+                             i64 out_kind, void* out, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   // one thread of the cluster claims its tiles
   int taken = t / 32 == MULTIPLIERS / 32 && elected() && cluster_rank() == 0 ? atomicAdd(counter, 1) : 0;
-  const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
+  // an expert's units: its wgmma along K, or its blocks of 128 rows, which number the scales
+  const Shared s = begin(
+      memory, offsets, (int)experts, rows,
+      [](int count) { return BLOCKS ? (count + 31) / 32 : blocks_of_128(count); }, BLOCKS ? real : nullptr);
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
   const int units = units_of(high, wide);
   Work work((int)experts * units);
@@ -82,7 +86,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     const Location at = find_unit(published.number, &e);
     return tile_of(published.number, e, at, cluster_rank());
   };
-  auto steps_of = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
+  auto units_of_expert = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
+  auto steps_of = [&](int expert) {
+    return BLOCKS ? (units_of_expert(expert) + STEP / 32 - 1) / (STEP / 32) : units_of_expert(expert);
+  };
   if (group == 2) {
     fewer_registers<BLOCKS ? 56 : 24>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
@@ -256,11 +263,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       const int steps = uniform(steps_of(tile.expert));
       const u32 halves = work.halves(tile.number);
       const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
-      const int last = uniform(rows_of_expert - (steps - 1) * STEP);
-      if (BLOCKS)
-        multiply<false, false>(s, turn, group, halves, steps, last, scale_of, promote_all);
-      else
+      const int codes = uniform(rows_of_expert - (steps - 1) * STEP);
+      const int products = BLOCKS ? uniform(units_of_expert(tile.expert)) - (steps - 1) * (STEP / 32)
+                                  : (min(codes, STEP) + 31) / 32;
+      const LastStep last{(u32)products, codes};
+      if (!BLOCKS)
         multiply<false, true>(s, turn, group, halves, steps, last, scales_of, promote);
+      else if (halves == 2)
+        multiply<false, false>(s, turn, group, 2, steps, last, scale_of, promote_all);
+      else
+        multiply<false, false>(s, turn, group, 1, steps, last, scale_of, promote_all);
       // The tile is found again, to keep registers free during the main loop, and only if needed: its address
       // takes 500 cycles.
       if (out_kind == BF16 && !accumulate)

@@ -92,7 +92,7 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 }
 
-// A consumer warpgroup's loop over K-steps: step(last) for each, which ends with turn.next(). UNROLL: STAGES
+// A consumer warpgroup's loop over K-steps: step(false) for each, which ends with turn.next(). UNROLL: STAGES
 // at a time, so that addresses in shared memory are immediates: the forward takes 1 to 4 % less time.
 template <bool UNROLL, class Step>
 __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Step& step) {
@@ -101,32 +101,41 @@ __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Ste
     if (UNROLL && turn.stage == 0 && k + STAGES <= steps) {
       turn.stage = 0;  // tells the compiler the stages below
 #pragma unroll
-      for (int i = 0; i < STAGES; ++i) step(k + i + 1 == steps);
+      for (int i = 0; i < STAGES; ++i) step(false);
       k += STAGES;
     } else {
-      step(++k == steps);
+      step(false), ++k;
     }
   }
 }
 
-// Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only; of the last K-step
-// the first `last` codes of every row count. scales_of(half, at) returns a thread's scales, promote(half, d,
-// scales) adds d, 64 rows of the tile, to its accumulators; `at`: the K-step's scales, FOUR K-steps'
-// interleaved or each K-step's own. LATE: promote reads some scales itself, with the upper half. (Alternating
-// the warpgroups, one promoting during the other's wgmma, is 5 % slower than leaving them unsynchronised.)
+// What of a tile's last K-step is multiplied: the first `products` of its four wgmma, and of every row the
+// first `codes`; the codes behind them belong to the next expert.
+struct LastStep {
+  u32 products;
+  int codes;
+  __device__ __forceinline__ bool whole() const { return products == STEP / 32 && codes >= STEP; }
+};
+
+// Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only. scales_of(half,
+// at) returns a thread's scales, promote(half, d, scales) adds d, 64 rows of the tile, to its accumulators;
+// `at`: the K-step's scales, FOUR K-steps' interleaved or each K-step's own. LATE: promote reads some scales
+// itself, with the upper half. (Alternating the warpgroups, one promoting during the other's wgmma, is 5 %
+// slower than leaving them unsynchronised.)
 template <bool FOUR, bool LATE, class ScalesOf, class Promote>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
-                                         int last, const ScalesOf& scales_of, const Promote& promote) {
+                                         const LastStep& last, const ScalesOf& scales_of,
+                                         const Promote& promote) {
   const At codes = uniform(at_of(s.operands)), scales = codes + STAGES * STAGE_BYTES;
   const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES;
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
   const Tile first_a = tile_at(codes), first_b = tile_at(codes + A_BYTES + group * (128 * STEP));
   bool ready = false;
-  loop_over_steps<!LATE>(turn, steps, [&](bool last_step) {
+  auto step = [&](bool partial) {
     const At scales_here = scales + 4 * (FOUR ? scales_of_four(turn) : turn.stage * STAGE_SCALES);
     const At used = empty + turn.stage * 8;
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
-    if (last < STEP && last_step) clear_behind(s.operands + turn.stage * STAGE_BYTES, last);
+    if (partial && last.codes < STEP) clear_behind(s.operands + turn.stage * STAGE_BYTES, last.codes);
     const Tile here = turn.stage * (STAGE_BYTES / 16), a = first_a + here, b = first_b + here;
     turn.next();
 #pragma unroll
@@ -137,7 +146,8 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       products_begin();
 #pragma unroll
       for (u32 i = 0; i < STEP / 32; ++i)
-        product<A_FMT, B_FMT>(d, a + half * (A_BYTES / 32) + 2 * i, b + 2 * i, i > 0);
+        if (!partial || i == 0 || i < last.products)
+          product<A_FMT, B_FMT>(d, a + half * (A_BYTES / 32) + 2 * i, b + 2 * i, i > 0);
       products_commit();
       // overlaps with the wgmma in flight
       auto by = scales_of(half, scales_here);
@@ -155,7 +165,11 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       promote(half, d, by);
       if (end && !all_read) release_stage();
     }
-  });
+  };
+  // a partial last step in code of its own: tests between the wgmma of every step would be executed in each
+  const bool partial = steps > 0 && !last.whole();
+  loop_over_steps<!LATE>(turn, steps - partial, step);
+  if (partial) step(true);
 }
 
 // Stores (ADD: accumulates) 64 rows of a consumer warpgroup's accumulators directly to memory; predicated on

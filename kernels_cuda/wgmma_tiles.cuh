@@ -99,7 +99,8 @@ struct Turn {  // pipeline state: stage, parity, K-steps so far
 };
 
 // Prologue, called by the whole thread block: lays out shared memory, fills the experts' table, initialises
-// the barriers. units(rows): an expert's number of units; real: its rows without padding, or null for all.
+// the barriers. units(rows): an expert's number of units; real: its rows without padding, or null for all: of
+// these are the units (HALF_TILES: of all rows).
 template <class Units>
 __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
                                         const Units& units, const int* real = nullptr) {
@@ -140,7 +141,9 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   if (t < 32) {
     int before = 0;
     for (int e0 = 0; e0 <= experts; e0 += 32) {
-      const int e = e0 + (int)lane, count = e < experts ? s.offsets[e + 1] - s.offsets[e] : 0;
+      const int e = e0 + (int)lane;
+      int count = e < experts ? s.offsets[e + 1] - s.offsets[e] : 0;
+      if (!HALF_TILES && real && e < experts) count = min(real[e], count);
       const int own_units = units(max(count, 0));
       const int total = sum_up_to_here(own_units);
       if (e <= experts) s.first[e] = before + total - own_units;

@@ -127,6 +127,40 @@ def wgrad_takes_any_scales(both, rng, offsets, dy, x):
     assert not np.isnan(new[-1, :3]).any()
 
 
+def wgrad_skips_padding(upload, download, rng, width, depth, dtype, accumulate):
+    """tokens_per_expert gives the same bits as without, if padding is zeros; NaN in groups of 32 rows of
+    padding, and behind the last expert, have no effect."""
+    counts = np.array([0, 1, 32, 33, 64, 95, 128, 160, 289, 5, 0, 70], np.int32)
+    held = -(-counts // 128) * 128
+    held[9] = 384  # two blocks of padding
+    held[-1] = 70  # the codes behind belong to no expert
+    offsets = np.concatenate(([128], 128 + np.cumsum(held))).astype(np.int32)
+    rows = int(offsets[-1]) + 26  # a multiple of 16
+    real, skipped = np.zeros((2, rows), bool)
+    for count, lo, hi in zip(counts, offsets, offsets[1:], strict=False):
+        real[lo : lo + count] = True
+        skipped[min(lo + -(-count // 32) * 32, hi) : hi] = True
+    skipped[: offsets[0]] = skipped[offsets[-1] :] = True
+    operands = []
+    for n, fmt in ((width, "e4m3"), (depth, "e5m2")):
+        a = np.where(real[:, None], rng.standard_normal((rows, n)), 0).astype(np.float32)
+        operands.append(fp8moe.scaling_aware_transpose(fp8moe.quantize(a, fmt=fmt), target="block"))
+    into = rng.standard_normal((len(counts), width, depth)).astype(dtype)
+
+    def gradient(pair, **options):
+        out = upload(into.copy()) if accumulate else None
+        pair, where = [upload(q) for q in pair], upload(offsets)
+        options |= {} if accumulate else {"dtype": np.dtype(dtype).name}
+        return download(fp8moe.grouped_gemm_wgrad(*pair, where, out, backend="wgmma", **options))
+
+    wanted = gradient(operands)
+    assert np.isfinite(wanted.astype(np.float32)).all()
+    assert same_bits(gradient(operands, tokens_per_expert=upload(counts)), wanted)
+    poisoned = [replace(q, data=np.where(skipped, np.uint8(0x7F), q.data)) for q in operands]
+    assert np.isnan(gradient(poisoned).astype(np.float32)).any()
+    assert same_bits(gradient(poisoned, tokens_per_expert=upload(counts)), wanted)
+
+
 def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, backend):
     """Forward, dgrad and wgrad of bfloat16 or float16 against float64, with NaN in rows before the first and
     after the last expert."""

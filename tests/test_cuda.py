@@ -34,6 +34,7 @@ from backend_checks import (
     transposed_in_the_same_pass,
     unquantised,
     weights_in_parts,
+    wgrad_skips_padding,
     wgrad_takes_any_scales,
 )
 from cases import (
@@ -770,6 +771,14 @@ def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
         q.data[:128] = q.data[offsets[-1] :] = 0x7F
     transposed = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
     wgrad_agrees(transposed, offsets, backend)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(144, 264), (1024, 1288)])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_wgrad_skips_padding(width, depth, dtype, accumulate):
+    skip_where_not("wgmma")
+    wgrad_skips_padding(upload, download, generator(), width, depth, dtype, accumulate)
 
 
 def test_grouped_gemm_wgrad_accepts_any_scales():

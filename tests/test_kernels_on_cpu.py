@@ -26,6 +26,7 @@ from backend_checks import (
     transposed_in_the_same_pass,
     unquantised,
     weights_in_parts,
+    wgrad_skips_padding,
     wgrad_takes_any_scales,
 )
 from cases import (
@@ -641,6 +642,16 @@ def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
     offsets[0] = 128 * (backend == "wgmma")  # rows without an expert before the first one
     transposed = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
     wgrad_agrees(transposed, offsets, backend)
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "dtype", "accumulate"),
+    [(144, 264, np.float32, False), (40, 24, BF16, True), (264, 16, BF16, False)],
+)
+def test_wgrad_skips_padding(monkeypatch, width, depth, dtype, accumulate):
+    cuda_on_cpu.install(monkeypatch, architecture="sm_90a")
+    move = cuda_on_cpu.upload, cuda_on_cpu.download
+    wgrad_skips_padding(*move, RNG, width, depth, dtype, accumulate)
 
 
 def test_wgrad_accepts_any_scales():

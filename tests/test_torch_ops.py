@@ -209,7 +209,7 @@ def opcheck_cases():
         (ops.grouped_gemm, (plain(6, 5), plain(2, 5, 3), offsets, torch.diff(offsets), True, None, None)),
         (
             ops.grouped_gemm_wgrad,
-            (torch.randn(6, 3).half(), torch.randn(6, 5).half(), offsets, "float32", None, None),
+            (torch.randn(6, 3).half(), torch.randn(6, 5).half(), offsets, "float32", None, None, None),
         ),
         (
             ops.grouped_gemm_fp8,

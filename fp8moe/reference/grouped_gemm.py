@@ -3,7 +3,8 @@
 FP8: operands are decoded exactly (code * scale; scales that are powers of two do not round), products are
 accumulated in float32 over 128 values of K, and these partial sums are promoted to a float32 accumulator: the
 two-level accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` (CUDA kernel) and
-``num_sms`` (SM limit) have no effect here.
+``num_sms`` (SM limit) have no effect here, and neither have wgrad's ``tokens_per_expert``, as padding is
+zeros.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def grouped_gemm_wgrad(
     dy: Any,
     x: Any,
     expert_offsets: np.ndarray,
+    tokens_per_expert: np.ndarray | None,
     *,
     accumulate: bool,
     backend: str | None,
