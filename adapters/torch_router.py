@@ -24,6 +24,7 @@ from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch_operation import mm_without_autocast, refuse_transforms
 from fp8moe.adapters.torch_sharding import local_of, own_part
+from fp8moe.router import add_product
 
 __all__ = ["Router", "route"]
 
@@ -210,7 +211,7 @@ def _product_backward(
     """(dx, dw) for the gradient of the logits, given as three concatenated parts [T, 3 E] in bfloat16.
     added_to: another gradient of x, to which dx is added. requested: which of the two to compute; the other
     is None."""
-    experts, dx, dw = len(w), None, None
+    experts, dw = len(w), None
     if requested[1]:
         dw = torch.mm(grad.t(), x, out_dtype=torch.float32).view(3, experts, -1).sum(dim=0).to(w.dtype)
     if not requested[0]:
@@ -226,8 +227,27 @@ def _product_backward(
             torch.cat([parts_of_grad[:, i] for i, _ in pairs], dim=1),
             torch.cat([parts_of_w[j] for _, j in pairs]),
         )
-    dx = torch.mm(*pair) if added_to is None else torch.addmm(added_to, *pair)
-    return dx, dw
+    return torch.mm(*pair) if added_to is None else _sum(added_to, *pair), dw
+
+
+def _sum(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """addend + a @ b, by `fp8moe.router.add_product` where it has a kernel: it does not copy addend first.
+    Compilers trace torch's function."""
+    if all(_fits_kernel(t) for t in (addend, a, b)) and torch.cuda.get_device_capability(a.device) == (9, 0):
+        return add_product(addend, a, b)  # type: ignore[no-any-return]
+    return torch.addmm(addend, a, b)
+
+
+def _fits_kernel(t: Tensor) -> bool:
+    # not a subclass, as of tensors that are traced
+    return (
+        type(t) is Tensor
+        and t.is_cuda
+        and t.is_contiguous()
+        and t.numel() > 0
+        and t.shape[1] % 8 == 0
+        and t.data_ptr() % 16 == 0
+    )
 
 
 # ---------------------------------------------------------------- the selection of experts

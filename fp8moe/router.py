@@ -283,6 +283,45 @@ def route_backward(
     return call.leave(out)
 
 
+@operation
+def add_product(addend: ArrayLike, a: ArrayLike, b: ArrayLike) -> Any:
+    """addend + a @ b of bfloat16, accumulated in float32 and rounded once: the router's gradient of its rows,
+    added to the experts'.
+
+    On CUDA for compute capability 9.0 only, with K and N multiples of 8 and arrays that begin at a multiple
+    of 16 bytes. torch.addmm copies the addend first, as cuBLAS's classic interface adds in place: 96 us for
+    16,384 x 2048 rows and 128 experts, of which the copy takes 31; this takes 61.
+
+    Parameters
+    ----------
+    addend : ArrayLike, bfloat16, [M, N]
+    a : ArrayLike, bfloat16, [M, K]
+    b : ArrayLike, bfloat16, [K, N]
+
+    Returns
+    -------
+    ArrayLike, bfloat16, [M, N]
+        A new array.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        For shapes that do not fit, or on CUDA for a product that the kernel does not support.
+    """
+    call = enter(addend=addend, a=a, b=b)
+    for name in ("addend", "a", "b"):
+        checks.dtype(name, getattr(call.args, name), (BFLOAT16,))
+    checks.shape("addend", call.args.addend, ("M", "N"))
+    rows, width = call.args.addend.shape
+    checks.shape("a", call.args.a, (rows, "K"))
+    checks.shape("b", call.args.b, (call.args.a.shape[1], width))
+    out = call.empty(ArraySpec((rows, width), BFLOAT16))
+    call.run("router", "add_product", call.args.addend, call.args.a, call.args.b, out=out)
+    return call.leave(out)
+
+
 def _check(logits: Any, config: Any) -> tuple[int, int]:
     """Check logits and config; returns (tokens, experts)."""
     checks.options("config", config, RouterConfig)

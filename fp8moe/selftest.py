@@ -23,6 +23,7 @@ from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.interop import BackendUnavailable, load_module, require_cupy
 from fp8moe.record_trees import map_arrays
 from fp8moe.records import QuantTensor
+from fp8moe.router import add_product
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 300, 256, 128, 5, 3
 PRODUCT_ROWS = 1008  # rows of the grouped GEMMs on CUDA
@@ -341,6 +342,11 @@ class CudaCheck:
                 parts = [slice(starts[e], starts[e + 1]) for e in range(EXPERTS)]
                 wanted = np.stack([wide_d[rows].T @ wide_a[rows] for rows in parts])
                 self._multiply(fp8moe.grouped_gemm_wgrad, (d, a, starts), wanted, architecture)
+            if architecture == "sm_90a":  # the only one that has this kernel
+                w = np.ascontiguousarray(inputs.w13[0].T)
+                got = add_product(*(self.cupy.asarray(a) for a in (dy, x, w)))
+                wanted = _wide(dy) + _wide(x) @ _wide(w)
+                _near(self.cupy.asnumpy(got).astype(np.float64), wanted, 2.0**-8, "add_product")
 
     def _multiply(self, function: Any, operands: tuple[Any, ...], wanted: Any, architecture: str) -> None:
         """Check a product with each backend, and "wgmma" also limited to two multiprocessors, which process

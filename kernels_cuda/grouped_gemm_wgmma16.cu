@@ -3,20 +3,21 @@
 #ifndef KIND
 #define KIND BF16     // of operands and result, or F16
 #define TRANSPOSED 0  // 1: w is [experts, depth, width]
+#define ADDEND 0      // 1: the result is added to another array, of bfloat16
 #endif
 #include "wgmma16_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // out[r, n] = sum over k of x[r, k] w[e, n, k] (or w[e, k, n]), where e is the expert of row r; zeros for
-// rows of no expert.
+// rows of no expert. ADDEND: addend[r, n] + that sum, rounded once.
 // Arguments: x [rows, depth]; w [experts * width, depth] or (TRANSPOSED) [experts * depth, width]; out [rows,
-//   width] of x's dtype.
+//   width] of x's dtype; offsets null: one expert has all rows; addend [rows, width], with ADDEND.
 // Requires: width and depth multiples of 8; any offsets.
 // Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles_16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                           const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
-                          int* counter) {
+                          const u16* addend, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x;
@@ -37,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     if (warp == 0) {
       const u32 rank = cluster_rank();
       const bool leads = elected(), takes = leads && rank == 0;
-      const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
+      // with an addend, which is read once, all columns of its rows at about the same time: 5 % faster
+      const int height = ADDEND ? 1 : max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
       auto pass_on = [&](u32 ahead) {
         int e = ahead == 0 ? 0 : order.expert(s);
         const Location at = find_rows(s, work, taken, (int)experts, wide, height, &e);
@@ -75,6 +77,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
       for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
         const int last_row = s.offsets[tile.expert + 1];
+#pragma unroll 1
+        for (u32 part = 0; ADDEND && part < PARTS; ++part)
+          load_rows(s, part, last_row - tile.row - 64 * (int)part, 2 * ((int)width - tile.column()),
+                    (int)work.halves(tile.number) * COLUMNS,
+                    (const u8*)(addend + (tile.row + 64 * part) * width + tile.column()), 2 * width);
 #pragma unroll 1
         for (u32 part = 0; part < PARTS; ++part)
           write_rows(s, part, last_row - tile.row - 64 * (int)part, 2 * ((int)width - tile.column()),

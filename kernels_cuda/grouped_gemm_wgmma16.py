@@ -48,17 +48,19 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 def stages(verb: str, experts: int) -> int:
     """Pipeline stages: four with one staging buffer for both warpgroups, or three with two buffers: for
-    wgrad, whose K may be short (1.02 to 1.03 times as fast with 1024 rows per expert), and if the experts'
-    table leaves no room for four."""
+    wgrad, whose K may be short (1.02 to 1.03 times as fast with 1024 rows per expert), for add_product, which
+    loads the addend into them, and if the experts' table leaves no room for four."""
     fit = 4 * STAGE_BYTES + PART_BYTES + _rest_bytes(4, experts) <= BLOCK_BYTES
     return 4 if fit and verb == "grouped_gemm" else 3
 
 
 def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
-    """One persistent thread block per SM, rounded down to whole clusters."""
+    """One persistent thread block per SM, rounded down to whole clusters. verb: of a `Product`, or
+    "add_product"."""
     count = stages(verb, experts)
     buffers = 2 if count == 3 else 1
     shared = count * STAGE_BYTES + buffers * PART_BYTES + _rest_bytes(count, experts)
+    shared += 8 * 2 * (verb == "add_product")  # barriers of the addend's parts
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, shared)
 
 
@@ -88,7 +90,15 @@ def grouped_gemm(
         width,
         x.shape[1],
         out,
+        None,
     )
+
+
+def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
+    rows, width = out.shape
+    variant = "TRANSPOSED=1", "ADDEND=1"
+    operands = a, b, None, 1, rows, width, a.shape[1], out, addend
+    _launch("add_product", "grouped_gemm_wgmma16", "grouped_gemm_tiles_16", variant, 1, None, *operands)
 
 
 def grouped_gemm_wgrad(

@@ -46,6 +46,13 @@ def product_of_grouped_gemm(x: Any, w: Any, expert_offsets: Any, transpose_w: bo
     )
 
 
+def product_of_sum(addend: Any, a: Any, b: Any, out: Any) -> Product:
+    (rows, depth), width = a.shape, b.shape[1]
+    dtypes, alignment = (_format(a), _format(b)), _alignment(addend, a, b, out)
+    sizes = {"experts": 1, "rows": rows, "width": width, "depth": depth}
+    return Product("grouped_gemm", dtypes, out.dtype.name, **sizes, alignment=alignment, transpose_w=True)
+
+
 def product_of_wgrad(dy: Any, x: Any, expert_offsets: Any, out: Any) -> Product:
     experts, width, depth = out.shape
     blocks = isinstance(dy, QuantTensor) and dy.transposed

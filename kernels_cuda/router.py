@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from fp8moe.kernels_cuda import grouped_gemm_wgmma16
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.launch import launch, multiprocessors, scratch, threads
+from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, scratch, threads
+from fp8moe.kernels_cuda.product import product_of_sum
 
 PER_LANE = (1, 4, 8, 32)  # compiled variants: experts per lane
 WARPS = 8  # must match router.cu
@@ -127,6 +129,14 @@ def route_backward(
         out,
         defines=_variant(experts, False),
     )
+
+
+def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
+    why = grouped_gemm_wgmma16.takes(product_of_sum(addend, a, b, out), current_architecture())
+    if out.size and why:
+        raise ValueError(f"a, b: got a product that the kernel does not take: {'; '.join(why)}")
+    if out.size:
+        grouped_gemm_wgmma16.add_product(addend, a, b, out=out)
 
 
 def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:

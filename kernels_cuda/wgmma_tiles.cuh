@@ -51,6 +51,9 @@
 #ifndef GATHER
 #define GATHER 0
 #endif
+#ifndef ADDEND
+#define ADDEND 0
+#endif
 #define TURNS 4  // ring of scheduled tiles per cluster
 #define MULTIPLIERS 256
 #define WRITERS 64
@@ -87,6 +90,7 @@ struct Shared {
   u64 *full, *empty, *made, *written;  // mbarriers: [STAGES] of the stages, [PARTS] of the tile
   u64 *known, *seen;                   // mbarriers: [TURNS]
   u64* gathered;                       // mbarriers, with GATHER: [STAGES]
+  u64* added;                          // mbarriers, with ADDEND: [PARTS]
   WorkTile* turns;                     // [TURNS]: the tile of that turn
 };
 
@@ -99,8 +103,8 @@ struct Turn {  // pipeline state: stage, parity, K-steps so far
 };
 
 // Prologue, called by the whole thread block: lays out shared memory, fills the experts' table, initialises
-// the barriers. units(rows): an expert's number of units; real: its rows without padding, or null for all: of
-// these are the units (HALF_TILES: of all rows).
+// the barriers. offsets: null for one expert with all rows. units(rows): an expert's number of units; real:
+// its rows without padding, or null for all: of these are the units (HALF_TILES: of all rows).
 template <class Units>
 __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
                                         const Units& units, const int* real = nullptr) {
@@ -113,7 +117,8 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + PARTS;
   s.known = s.written + PARTS, s.seen = s.known + TURNS;
   s.gathered = s.seen + TURNS;
-  s.turns = (WorkTile*)(s.gathered + (GATHER ? STAGES + STAGES % 2 : 0));
+  s.added = s.gathered + (GATHER ? STAGES + STAGES % 2 : 0);
+  s.turns = (WorkTile*)(s.added + (ADDEND ? PARTS : 0));
   s.offsets = (int*)(s.turns + TURNS);
   s.first = s.offsets + experts + 1;
   s.half = (u8*)(s.first + experts + 1);
@@ -126,13 +131,15 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     for (u32 i = 0; i < PARTS; ++i) {
       barrier_init(&s.made[i], MULTIPLIERS / PARTS / 32 * ARRIVING);
       barrier_init(&s.written[i], WRITERS / 32 * ARRIVING);
+      if (ADDEND) barrier_init(&s.added[i], WRITERS / 32);
     }
     for (u32 i = 0; i < TURNS; ++i) {
       barrier_init(&s.known[i]);
       barrier_init(&s.seen[i], CLUSTER * (MULTIPLIERS / 32 + SERVING) * ARRIVING);
     }
   }
-  for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
+  for (int e = (int)t; e <= experts; e += (int)blockDim.x)
+    s.offsets[e] = (int)clamped(offsets ? offsets[e] : e * rows, rows);
   __syncthreads();
   for (int e = (int)t; HALF_TILES && e < experts; e += (int)blockDim.x) {
     const int count = s.offsets[e + 1] - s.offsets[e], real_rows = real ? min(real[e], count) : count;
@@ -297,6 +304,21 @@ __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count,
   bulk_finish();
   __syncwarp();
   if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.written[part]);
+}
+
+// Called by the two store warps, after they have stored the tile before: TMA loads of the same rows from
+// `from` to the part's staging buffer; `added` completes.
+__device__ __forceinline__ void load_rows(const Shared& s, u32 part, int count, int bytes, int max_bytes,
+                                          const u8* from, i64 pitch) {
+  u8* to = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS);
+  const int first = (int)threadIdx.x % WRITERS / 32, size = max(min(bytes, max_bytes), 0);
+  count = min(count, ROWS / PARTS);
+  if (elected()) {  // each warp loads the rows that it stores
+    barrier_expect(&s.added[part], max(count - first + 1, 0) / (WRITERS / 32) * size);
+    for (int row = first; size > 0 && row < count; row += WRITERS / 32)
+      bulk_load(to + row * PITCH, from + row * pitch, (u32)size, &s.added[part]);
+  }
+  __syncwarp();
 }
 
 // The same for half as many rows of float32, stored or (add) accumulated; `to_row(row)` is a row's

@@ -3,11 +3,12 @@ reference."""
 
 import numpy as np
 import torch
-from cases import same_bits
+from cases import BF16, same_bits
 
 import fp8moe
 from fp8moe import RouterConfig
 from fp8moe.reference import router as reference
+from fp8moe.router import add_product
 
 DEEPSEEK = RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
 CONFIGS = [
@@ -26,6 +27,9 @@ SIZES = [
     (7, 128, CONFIGS[1]),
 ]
 LARGE = [(4096, 256, DEEPSEEK), (5000, 128, CONFIGS[1]), (16_384, 128, RouterConfig(8))]
+# (M, N, K) of add_product: of 1 and 3 K-steps, tiles and pairs of tiles, and parts of them
+SUMS = [(1, 8, 8), (200, 264, 136), (130, 520, 24), (300, 72, 384)]
+LARGE_SUMS = [(16_384, 2048, 384), (4096, 7168, 24), (8199, 4096, 104)]
 UNIT = 2.0**-24  # the largest relative error of rounding to float32
 
 
@@ -132,3 +136,22 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
     assert parts.dtype == split.dtype
     parts = parts.astype(np.float64).reshape(tokens, 3, experts).sum(axis=1)
     np.testing.assert_allclose(parts, actual.astype(np.float64), rtol=0, atol=2.0**-133)
+
+
+def sums_agree(both, rng, rows, width, depth):
+    """addend + a @ b against float64; a NaN or an infinity of the addend stays in its place."""
+    shapes = (rows, width), (rows, depth), (depth, width)
+    addend, a, b = (rng.standard_normal(shape).astype(BF16) for shape in shapes)
+    wide_addend, wide_a, wide_b = (v.astype(np.float64) for v in (addend, a, b))
+    # depth + 1 roundings to float32 of sums of at most the terms' magnitudes (tensor cores truncate: twice
+    # the unit), and one to bfloat16
+    bound = 2 * UNIT * (depth + 1) * (np.abs(wide_addend) + np.abs(wide_a) @ np.abs(wide_b))
+    exact = wide_addend + wide_a @ wide_b
+    odd = rng.random(addend.shape) < 0.01
+    addend[odd] = np.inf
+    addend[odd & (rng.random(addend.shape) < 0.5)] = np.nan
+    for actual in both(add_product, addend, a, b):
+        actual = actual.astype(np.float64)
+        np.testing.assert_array_equal(actual[odd], addend[odd].astype(np.float64))
+        error = np.abs(actual - exact)
+        assert (error <= 2.0**-8 * np.abs(exact) + bound)[~odd].all()

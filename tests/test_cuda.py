@@ -111,6 +111,12 @@ def both(function, *arguments, **options):
     return expected, download(actual)
 
 
+@pytest.mark.parametrize("sizes", [*router_checks.SUMS, *router_checks.LARGE_SUMS], ids=str)
+def test_add_product(sizes):
+    skip_where_not("wgmma")
+    router_checks.sums_agree(both, generator(), *sizes)
+
+
 @pytest.mark.parametrize(
     ("tokens", "experts", "config"), [*router_checks.SIZES, *router_checks.LARGE], ids=str
 )

@@ -12,6 +12,7 @@ from dataclasses import replace
 import cuda_on_cpu
 import numpy as np
 import pytest
+import router_checks
 from backend_checks import (
     gathered_products,
     messages,
@@ -47,6 +48,7 @@ import fp8moe
 from fp8moe import Activation, dispatch, expert_parallel, row_maps, selftest
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import arrays_in
+from fp8moe.router import add_product
 
 pytest.importorskip("cupy")
 grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
@@ -736,6 +738,20 @@ def test_weight_gradients_without_scales_are_nan(monkeypatch, architecture):
             actual = cuda_on_cpu.download(fp8moe.grouped_gemm_wgrad(*arrays, backend="mma"))
         assert relative(actual[:1], wanted) <= 1e-5  # float32 sums in another order
         assert np.isnan(actual[-1]).all()
+
+
+@pytest.mark.parametrize("sizes", router_checks.SUMS, ids=str)
+def test_add_product(sizes):
+    router_checks.sums_agree(both, RNG, *sizes)
+
+
+def test_add_product_needs_its_kernel():
+    a = np.ones((16, 16), BF16)
+    with pytest.raises(ValueError, match=r"a, b: got a product that the kernel does not take: .*sm_89"):
+        both(add_product, a, a, a, architecture="sm_89")
+    with pytest.raises(ValueError, match="K is 4, no multiple of 8"):
+        both(add_product, a, a[:, :4].copy(), a[:4])
+    assert both(add_product, a[:0], a[:0], a)[1].shape == (0, 16)
 
 
 @pytest.mark.parametrize("architecture", ["sm_86", "sm_89", "sm_90a"])

@@ -123,7 +123,8 @@ def test_router_in_halves(pass_rows):
         with Operators() as counts:
             (actual,) = torch.autograd.grad(y, leaf, retain_graph=True)
         assert torch.equal(actual, grad)
-        assert counts["mm"] + counts["addmm"] == 1
+        by_kernel = pass_rows and leaf is x and torch.cuda.get_device_capability() == (9, 0)
+        assert counts["mm"] + counts["addmm"] == (not by_kernel)
 
 
 @pytest.mark.parametrize("zeros", [False, True])

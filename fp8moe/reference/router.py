@@ -137,3 +137,7 @@ def _largest(eligible: tuple[np.ndarray, np.ndarray], count: int) -> np.ndarray:
     descending = -np.where(nan, 0, values)
     columns = np.broadcast_to(np.arange(values.shape[1]), values.shape)
     return np.lexsort((columns, descending, nan, ~allowed), axis=1)[:, :count]
+
+
+def add_product(addend: np.ndarray, a: np.ndarray, b: np.ndarray, *, out: np.ndarray) -> None:
+    out[:] = (addend.astype(np.float32) + a.astype(np.float32) @ b.astype(np.float32)).astype(BFLOAT16)
