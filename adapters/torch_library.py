@@ -369,6 +369,9 @@ class _NotDifferentiable(torch.autograd.Function):
         raise RuntimeError(_SECOND_DERIVATIVE)
 
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
+
+
 def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = True) -> Callable[..., Any]:
     """Like `torch.autograd.function.once_differentiable`, but all second derivatives raise. torch's silently
     treats the results as constants if the incoming gradient is a constant, or if `torch.autograd.grad` is
@@ -379,6 +382,11 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
     """
 
     def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(isinstance(g, Tensor) and _is_batched(g) for g in grads):
+            raise NotImplementedError(
+                "backward: got batched gradients (is_grads_batched=True); wanted one at a time: call "
+                "torch.autograd.grad or backward() in a loop"
+            )
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         inputs = ctx.saved_tensors if saves_inputs else (torch.zeros((), requires_grad=True),)

@@ -38,6 +38,8 @@ from fp8moe.record_trees import arrays_in
 
 __all__ = ["FP8FlowMoE", "weights_unchanged"]
 
+_DTYPES = torch.bfloat16, torch.float16, torch.float32  # of weights
+
 
 class FP8FlowMoE(nn.Module):
     """Top-k routed experts as a module, with router and quantised weights.
@@ -102,8 +104,8 @@ class FP8FlowMoE(nn.Module):
     device : device or None
         Device of the parameters.
     dtype : dtype
-        Dtype of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's weight. The state dict
-        contains only these.
+        Dtype of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's weight: bfloat16,
+        float16 or float32, in the bf16 recipe also float64. The state dict contains only these.
 
     Notes
     -----
@@ -188,6 +190,8 @@ class FP8FlowMoE(nn.Module):
         checks.options("activation", activation, Activation)
         self.activation = activation
         options = {"device": device, "dtype": dtype}
+        if dtype not in _DTYPES and (dtype, recipe) != (torch.float64, "bf16"):
+            raise TypeError(f"dtype: got {dtype}; wanted torch.bfloat16, torch.float16 or torch.float32")
         if router is True:
             router = RouterConfig(topk, renormalize=normalize_probs)
         elif router and (router.topk != topk or not normalize_probs):

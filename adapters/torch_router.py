@@ -97,6 +97,13 @@ class Router(nn.Module):
             self.expert_bias = original.to(converted.device)  # updates of 1e-3 would be lost in bfloat16
         return self
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        name = prefix + "expert_bias"
+        if isinstance(given := state_dict.get(name), Tensor):
+            # load_state_dict(assign=True) would take over its dtype
+            state_dict = {**state_dict, name: given.float()}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def forward(
         self, x: Tensor, num_sequences: int | None = None, *, pass_rows: bool = False
     ) -> tuple[Tensor, ...]:

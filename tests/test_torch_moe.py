@@ -523,3 +523,36 @@ def test_rows_passed_through_the_router_get_both_gradients(dtype):
     assert (
         (apart - together.float()).abs() <= 2.0**-8 * (part + apart.abs()) + 2.0**-8 * grad.float().abs()
     ).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_dtypes_of_weights(recipe):
+    """Weights that no forward accepts are refused when the layer is made."""
+    for dtype in (torch.float64, torch.float8_e4m3fn, torch.int32):
+        if recipe == "bf16" and dtype == torch.float64:
+            assert module(recipe, dtype=dtype)(tokens()).shape == (TOKENS, HIDDEN)
+            continue
+        with pytest.raises(TypeError, match=rf"dtype: got {dtype}; wanted torch\.bfloat16, torch\.float16"):
+            module(recipe, dtype=dtype)
+
+
+def test_batched_gradients_raise():
+    layer, router = FP8FlowMoE(256, 128, 4, 2), Router(256, 4, RouterConfig(2))
+    for function in (layer, lambda x: router(x)[1]):
+        x = torch.randn(10, 256).requires_grad_()
+        y = function(x)
+        with pytest.raises(NotImplementedError, match="backward: got batched gradients"):
+            torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_routers_bias_stays_in_float32(assign):
+    router = Router(64, 8, RouterConfig(2), expert_bias=True)
+    router.expert_bias += 2.0**-12 + 1
+    state = {name: value.bfloat16() for name, value in router.state_dict().items()}
+    router.load_state_dict(state, assign=assign)
+    assert router.expert_bias.dtype == torch.float32
+    assert torch.equal(router.expert_bias, torch.ones(8))
+    assert router.weight.dtype == (torch.bfloat16 if assign else torch.float32)
+    assert state["expert_bias"].dtype == torch.bfloat16  # the caller's
+    router(torch.randn(5, 64))
