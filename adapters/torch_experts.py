@@ -187,7 +187,11 @@ def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
 def main_grad_of(w: Tensor | None) -> Tensor | None:
     """The ``main_grad`` to which a parameter's gradient is added (Megatron's convention), or None."""
     main = None if w is None else getattr(w, "main_grad", None)
-    return main.to_local() if isinstance(main, DTensor) else main
+    if isinstance(main, DTensor):
+        main = main.to_local()
+    if main is not None and not main.is_contiguous():
+        raise ValueError(f"main_grad: got strides {main.stride()}; wanted C-contiguous memory")
+    return main
 
 
 def _sides_of(tensors: Iterable[Any], transposed: tuple[bool, ...]) -> list[QuantTensor]:

@@ -536,6 +536,17 @@ def test_dtypes_of_weights(recipe):
             module(recipe, dtype=dtype)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_a_main_grad_of_other_strides_raises(recipe):
+    layer = module(recipe)
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.zeros_like(w)
+    layer.w13.main_grad = layer.w13.main_grad.mT.contiguous().mT
+    with pytest.raises(ValueError, match=r"main_grad: got strides \(65536, 1, 256\); wanted C-contiguous"):
+        layer(tokens()).sum().backward()
+    assert not layer.w2.main_grad.any()
+
+
 def test_batched_gradients_raise():
     layer, router = FP8FlowMoE(256, 128, 4, 2), Router(256, 4, RouterConfig(2))
     for function in (layer, lambda x: router(x)[1]):
