@@ -474,7 +474,7 @@ EXPERIMENTS = {
     "quantize": ("quantize", "dequantize"),
     "transpose": ("scaling_aware_transpose", "permute_transpose", "tiles moved"),
     "swiglu": ("swiglu",),
-    "router": ("route",),
+    "router": ("route", "add_product", "torch.addmm", "copy of the addend"),
     "grouped-gemm-fp8": (
         "grouped_gemm fwd",
         "grouped_gemm wgrad",
