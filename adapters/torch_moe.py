@@ -103,9 +103,10 @@ class FP8FlowMoE(nn.Module):
         balancing bias, use a `fp8moe.adapters.torch_router.Router` in the model with router=False here.
     device : device or None
         Device of the parameters.
-    dtype : dtype
+    dtype : dtype or None
         Dtype of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's weight: bfloat16,
-        float16 or float32, in the bf16 recipe also float64. The state dict contains only these.
+        float16 or float32, in the bf16 recipe also float64; None: torch's default dtype. The state dict
+        contains only these.
 
     Notes
     -----
@@ -170,7 +171,7 @@ class FP8FlowMoE(nn.Module):
         overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
         device: Any = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
         checks.choice("recipe", recipe, RECIPES)
@@ -190,8 +191,9 @@ class FP8FlowMoE(nn.Module):
         checks.options("activation", activation, Activation)
         self.activation = activation
         options = {"device": device, "dtype": dtype}
-        if dtype not in _DTYPES and (dtype, recipe) != (torch.float64, "bf16"):
-            raise TypeError(f"dtype: got {dtype}; wanted torch.bfloat16, torch.float16 or torch.float32")
+        accepted = (*_DTYPES, torch.float64) if recipe == "bf16" else _DTYPES
+        if (torch.get_default_dtype() if dtype is None else dtype) not in accepted:
+            raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, accepted))}")
         if router is True:
             router = RouterConfig(topk, renormalize=normalize_probs)
         elif router and (router.topk != topk or not normalize_probs):

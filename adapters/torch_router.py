@@ -97,12 +97,11 @@ class Router(nn.Module):
             self.expert_bias = original.to(converted.device)  # updates of 1e-3 would be lost in bfloat16
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        name = prefix + "expert_bias"
-        if isinstance(given := state_dict.get(name), Tensor):
-            # load_state_dict(assign=True) would take over its dtype
-            state_dict = {**state_dict, name: given.float()}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        bias = self.expert_bias
+        if bias is not None and bias.dtype != torch.float32:  # load_state_dict(assign=True) keeps the dtype
+            self.expert_bias = bias.detach().float()
 
     def forward(
         self, x: Tensor, num_sequences: int | None = None, *, pass_rows: bool = False

@@ -291,7 +291,7 @@ def grouped_gemm_wgrad(
     tokens_per_expert : ArrayLike or None, int32, [E]
         Number of each expert's rows that are not padding; None: all. Padding rows must be zeros. With (128,
         128) blocks, "wgmma" multiplies only the groups of 32 rows that have one of these rows: with a
-        thousand rows per expert, 4 % of the products are of padding.
+        thousand rows per expert, this saves 4 % of the products.
 
     Returns
     -------

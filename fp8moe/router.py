@@ -316,6 +316,8 @@ def add_product(addend: ArrayLike, a: ArrayLike, b: ArrayLike) -> Any:
     checks.shape("addend", call.args.addend, ("M", "N"))
     rows, width = call.args.addend.shape
     checks.shape("a", call.args.a, (rows, "K"))
+    if call.args.a.shape[1] == 0:
+        raise ValueError(f"a: got shape {call.args.a.shape}; wanted K of at least 1")
     checks.shape("b", call.args.b, (call.args.a.shape[1], width))
     out = call.empty(ArraySpec((rows, width), BFLOAT16))
     call.run("router", "add_product", call.args.addend, call.args.a, call.args.b, out=out)

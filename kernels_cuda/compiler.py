@@ -87,7 +87,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
 }
 
 
-# The oldest NVRTC that the tests compile every source with, and the first that knows every architecture
+# The oldest NVRTC that the tests compile the sources with, and the first that knows every architecture
 # above. From 12.1 on, older ones compile for sm_90a (12.0 has neither st.async nor vectors in red), with
 # spills before 12.8.
 OLDEST_NVRTC = (12, 9)

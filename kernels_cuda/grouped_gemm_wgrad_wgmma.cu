@@ -34,8 +34,8 @@ __device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7
 // Arguments: dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales
 //   [blocks, depth], where blocks of 128 rows restart at each expert and `known` of them have scales; out
 //   float32 or bfloat16 [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)],
-//   x_scales likewise; experts whose first row is not a multiple of 128 give NaN; `real`: each expert's rows
-//   without padding, which are zeros, or null. Groups of 32 rows of padding are not multiplied.
+//   x_scales likewise; experts with rows whose first is not a multiple of 128 give NaN; `real`: each expert's
+//   number of rows without padding, or null. Padding is zeros; groups of 32 rows of it are not multiplied.
 // Requires: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts whose first row is not a
 //   multiple of 16 are slow; multiples of 128 are fastest.
 // Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.

@@ -132,11 +132,14 @@ def route_backward(
 
 
 def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
-    why = grouped_gemm_wgmma16.takes(product_of_sum(addend, a, b, out), current_architecture())
-    if out.size and why:
-        raise ValueError(f"a, b: got a product that the kernel does not take: {'; '.join(why)}")
-    if out.size:
-        grouped_gemm_wgmma16.add_product(addend, a, b, out=out)
+    if not out.size:
+        return
+    if why := grouped_gemm_wgmma16.takes(product_of_sum(addend, a, b, out), current_architecture()):
+        raise ValueError(
+            f"addend, a, b: got a sum that no kernel takes ({'; '.join(why)}); wanted one as described in "
+            "add_product; use a GEMM and an addition"
+        )
+    grouped_gemm_wgmma16.add_product(addend, a, b, out=out)
 
 
 def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:

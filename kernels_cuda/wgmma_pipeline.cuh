@@ -117,11 +117,11 @@ struct LastStep {
   __device__ __forceinline__ bool whole() const { return products == STEP / 32 && codes >= STEP; }
 };
 
-// Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only. scales_of(half,
-// at) returns a thread's scales, promote(half, d, scales) adds d, 64 rows of the tile, to its accumulators;
-// `at`: the K-step's scales, FOUR K-steps' interleaved or each K-step's own. LATE: promote reads some scales
-// itself, with the upper half. (Alternating the warpgroups, one promoting during the other's wgmma, is 5 %
-// slower than leaving them unsynchronised.)
+// Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only; `last`: what of
+// the last one is multiplied. scales_of(half, at) returns a thread's scales, promote(half, d, scales) adds d,
+// 64 rows of the tile, to its accumulators; `at`: the K-step's scales, FOUR K-steps' interleaved or each
+// K-step's own. LATE: promote reads some scales itself, with the upper half. (Alternating the warpgroups, one
+// promoting during the other's wgmma, is 5 % slower than leaving them unsynchronised.)
 template <bool FOUR, bool LATE, class ScalesOf, class Promote>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
                                          const LastStep& last, const ScalesOf& scales_of,

@@ -104,7 +104,8 @@ struct Turn {  // pipeline state: stage, parity, K-steps so far
 
 // Prologue, called by the whole thread block: lays out shared memory, fills the experts' table, initialises
 // the barriers. offsets: null for one expert with all rows. units(rows): an expert's number of units; real:
-// its rows without padding, or null for all: of these are the units (HALF_TILES: of all rows).
+// each expert's number of rows without padding, or null. Units are counted over these rows; with HALF_TILES,
+// over all rows.
 template <class Units>
 __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
                                         const Units& units, const int* real = nullptr) {
@@ -306,10 +307,12 @@ __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count,
   if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.written[part]);
 }
 
-// Called by the two store warps, after they have stored the tile before: TMA loads of the same rows from
-// `from` to the part's staging buffer; `added` completes.
+// Called by the two store warps, after they have stored the tile before: TMA loads of the rows that
+// write_rows will store, from `from` to the part's staging buffer. `added` completes with them: one lane of
+// each warp arrives. All parts are loaded before the first is stored, so each needs a buffer of its own.
 __device__ __forceinline__ void load_rows(const Shared& s, u32 part, int count, int bytes, int max_bytes,
                                           const u8* from, i64 pitch) {
+  static_assert(!ADDEND || BUFFERS == PARTS, "a buffer for each part");
   u8* to = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS);
   const int first = (int)threadIdx.x % WRITERS / 32, size = max(min(bytes, max_bytes), 0);
   count = min(count, ROWS / PARTS);
@@ -321,7 +324,7 @@ __device__ __forceinline__ void load_rows(const Shared& s, u32 part, int count, 
   __syncwarp();
 }
 
-// The same for half as many rows of float32, stored or (add) accumulated; `to_row(row)` is a row's
+// As write_rows, for half as many rows of float32, stored or (add) accumulated; `to_row(row)` is a row's
 // destination.
 template <class ToRow>
 __device__ __forceinline__ void write_wide_rows(const Shared& s, u32 part, int count, int bytes,

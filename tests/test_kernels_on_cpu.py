@@ -58,11 +58,11 @@ RNG = generator()
 ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0), Activation("relu2")
 
 
-def both(function, *arguments, architecture="sm_90a", **options):
+def both(function, *arguments, architecture="sm_90a", multiprocessors=2, **options):
     """(the reference's result, the CUDA backend's result)."""
     expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     with pytest.MonkeyPatch.context() as patch:
-        cuda_on_cpu.install(patch, architecture=architecture)
+        cuda_on_cpu.install(patch, architecture=architecture, multiprocessors=multiprocessors)
         uploaded = [cuda_on_cpu.upload(a) for a in arguments]
         actual = function(*uploaded, **{k: cuda_on_cpu.upload(v) for k, v in options.items()})
         return expected, cuda_on_cpu.download(actual)
@@ -650,8 +650,9 @@ def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
     ("width", "depth", "dtype", "accumulate"),
     [(144, 264, np.float32, False), (40, 24, BF16, True), (264, 16, BF16, False)],
 )
-def test_wgrad_skips_padding(monkeypatch, width, depth, dtype, accumulate):
-    cuda_on_cpu.install(monkeypatch, architecture="sm_90a")
+@pytest.mark.parametrize("multiprocessors", [2, 10])  # with 10 the last tiles are computed in halves
+def test_wgrad_skips_padding(monkeypatch, multiprocessors, width, depth, dtype, accumulate):
+    cuda_on_cpu.install(monkeypatch, multiprocessors=multiprocessors)
     move = cuda_on_cpu.upload, cuda_on_cpu.download
     wgrad_skips_padding(*move, RNG, width, depth, dtype, accumulate)
 
@@ -741,16 +742,19 @@ def test_weight_gradients_without_scales_are_nan(monkeypatch, architecture):
 
 
 @pytest.mark.parametrize("sizes", router_checks.SUMS, ids=str)
-def test_add_product(sizes):
-    router_checks.sums_agree(both, RNG, *sizes)
+@pytest.mark.parametrize("multiprocessors", [2, 10])  # with 10 the last tiles are computed in halves
+def test_add_product(sizes, multiprocessors):
+    router_checks.sums_agree(functools.partial(both, multiprocessors=multiprocessors), RNG, *sizes)
 
 
 def test_add_product_needs_its_kernel():
     a = np.ones((16, 16), BF16)
-    with pytest.raises(ValueError, match=r"a, b: got a product that the kernel does not take: .*sm_89"):
+    with pytest.raises(ValueError, match=r"addend, a, b: got a sum that no kernel takes \(.*sm_89"):
         both(add_product, a, a, a, architecture="sm_89")
     with pytest.raises(ValueError, match="K is 4, no multiple of 8"):
         both(add_product, a, a[:, :4].copy(), a[:4])
+    with pytest.raises(ValueError, match=r"a: got shape \(16, 0\); wanted K of at least 1"):
+        add_product(a, a[:, :0].copy(), a[:0])
     assert both(add_product, a[:0], a[:0], a)[1].shape == (0, 16)
 
 

@@ -199,7 +199,7 @@ class Runtime:
     def eventDestroy(self, event): ...
 
 
-def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
+def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a", multiprocessors=2):
     """Until the end of the test, `Array` is a device array whose kernels run here."""
     from fp8moe.kernels_cuda import driver, launch
 
@@ -230,7 +230,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     monkeypatch.setattr(driver, "runtime", runtime)
     monkeypatch.setattr(driver, "while_capturing", contextlib.nullcontext)
     monkeypatch.setattr(driver, "architecture", lambda device: architecture)
-    monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(driver, "shared_limit", lambda device: shared_limit)
     return runtime
 
