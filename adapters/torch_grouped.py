@@ -13,6 +13,7 @@ from fp8moe.activation import Activation
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch_library import once_differentiable
+from fp8moe.adapters.torch_operation import on_hopper
 from fp8moe.expert_parallel import DispatchedRows
 from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.plan import static_bound
@@ -85,7 +86,7 @@ def rows_by_grouped_mm(
 
 def _product(x: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False) -> Tensor:
     """x @ w[e].T, or x @ w[e], for each expert's rows."""
-    if _on_hopper(x):
+    if on_hopper(x):
         return torch_ops.grouped_gemm(x, w, offsets, transpose_w=transpose_w)
     return nn.functional.grouped_mm(x, w if transpose_w else w.transpose(1, 2), offs=offsets[1:])
 
@@ -94,18 +95,14 @@ def _written(x: Tensor, offsets: Tensor) -> Tensor:
     """The offsets, with all rows to the end for the last expert in anomaly mode. torch's product does not
     write the rows after the last expert's: nothing reads them, but anomaly mode looks for NaN in every
     gradient. They are zeros in x and dy, and so in the products; always computing them would cost time."""
-    if torch.compiler.is_compiling() or not torch.is_anomaly_enabled() or _on_hopper(x):
+    if torch.compiler.is_compiling() or not torch.is_anomaly_enabled() or on_hopper(x):
         return offsets
     return torch.cat((offsets[:-1], offsets.new_full((1,), len(x))))
 
 
-def _on_hopper(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
 def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy.T @ x for each expert's rows, in bfloat16."""
-    if _on_hopper(x):
+    if on_hopper(x):
         return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None, None, None)  # type: ignore[no-any-return]
     return nn.functional.grouped_mm(dy.t(), x, offs=offsets[1:])
 

@@ -244,6 +244,10 @@ def check_float(name: str, x: Any, dimensions: int = 1) -> None:
         raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
 
 
+def on_hopper(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
 def refuse_transforms(name: str) -> None:
     if torch._C._are_functorch_transforms_active():  # under which outer tensors have no address either
         raise NotImplementedError(

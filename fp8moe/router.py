@@ -290,7 +290,7 @@ def add_product(addend: ArrayLike, a: ArrayLike, b: ArrayLike) -> Any:
 
     On CUDA for compute capability 9.0 only, with K and N multiples of 8 and arrays that begin at a multiple
     of 16 bytes. torch.addmm copies the addend first, as cuBLAS's classic interface adds in place: 96 us for
-    16,384 x 2048 rows and 128 experts, of which the copy takes 31; this takes 61.
+    16,384 x 2048 rows and 128 experts, a copy alone 34; this takes 61.
 
     Parameters
     ----------
@@ -311,16 +311,18 @@ def add_product(addend: ArrayLike, a: ArrayLike, b: ArrayLike) -> Any:
         For shapes that do not fit, or on CUDA for a product that the kernel does not support.
     """
     call = enter(addend=addend, a=a, b=b)
-    for name in ("addend", "a", "b"):
-        checks.dtype(name, getattr(call.args, name), (BFLOAT16,))
-    checks.shape("addend", call.args.addend, ("M", "N"))
-    rows, width = call.args.addend.shape
-    checks.shape("a", call.args.a, (rows, "K"))
-    if call.args.a.shape[1] == 0:
-        raise ValueError(f"a: got shape {call.args.a.shape}; wanted K of at least 1")
-    checks.shape("b", call.args.b, (call.args.a.shape[1], width))
+    args = call.args
+    for name, array in vars(args).items():
+        checks.dtype(name, array, (BFLOAT16,))
+    checks.shape("addend", args.addend, ("M", "N"))
+    rows, width = args.addend.shape
+    checks.shape("a", args.a, (rows, "K"))
+    depth = args.a.shape[1]
+    if depth == 0:
+        raise ValueError(f"a: got shape {args.a.shape}; wanted K of at least 1")
+    checks.shape("b", args.b, (depth, width))
     out = call.empty(ArraySpec((rows, width), BFLOAT16))
-    call.run("router", "add_product", call.args.addend, call.args.a, call.args.b, out=out)
+    call.run("router", "add_product", args.addend, args.a, args.b, out=out)
     return call.leave(out)
 
 

@@ -166,9 +166,7 @@ def grouped_gemm(
         _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
-        if chosen == "wgmma" and product.quantized:
-            options["tokens_per_expert"] = tokens_per_expert
+        options = _options(chosen, product, num_sms, tokens_per_expert)
         module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **options)
 
 
@@ -216,10 +214,16 @@ def grouped_gemm_wgrad(
         _plain_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
-        if chosen == "wgmma" and product.quantized:
-            options["tokens_per_expert"] = tokens_per_expert
+        options = _options(chosen, product, num_sms, tokens_per_expert)
         module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **options)
+
+
+def _options(chosen: str, product: Product, num_sms: int | None, tokens_per_expert: Any) -> dict[str, Any]:
+    """The arguments that only some backends take."""
+    options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
+    if chosen == "wgmma" and product.quantized:
+        options["tokens_per_expert"] = tokens_per_expert
+    return options
 
 
 def _cublas() -> ModuleType:

@@ -146,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
 #pragma unroll
       for (int i = 0; GATHER && i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       if (work.halves(tile.number) == 2)
-        multiply<true, false>(s, turn, group, 2, steps, LastStep{STEP / 32, STEP}, scales_of, promote);
+        multiply<true, false>(s, turn, group, 2, steps, LastStep{}, scales_of, promote);
       else
-        multiply<true, false>(s, turn, group, 1, steps, LastStep{STEP / 32, STEP}, scales_of, promote);
+        multiply<true, false>(s, turn, group, 1, steps, LastStep{}, scales_of, promote);
       const u32 parity = order.turn & 1u;
       order.done(s);
       tile = order.tile(s);  // before the hand-over, which hides the latency

@@ -127,32 +127,26 @@ __device__ __forceinline__ void hand_over(const Shared& s, u32 group) {
 // Hands a warpgroup's accumulators, as 16-bit values of TYPE BF16 or F16, to the store warps. ADDEND: adds
 // the bfloat16 values that these have loaded to the same place.
 template <int WIDTH, int TYPE>
-__device__ __forceinline__ void hand_over_16(const Shared& s, const float (&d)[128], u32 group, u32& phase) {
+__device__ __forceinline__ void hand_over_16(const Shared& s, float (&d)[128], u32 group, u32& phase) {
   // recomputed here instead of occupying a register during the main loop
   const u32 t = kept(threadIdx.x), lane = t % 32;
   auto two = [&](u32 i) { return TYPE == F16 ? to_f16x2(d[i], d[i + 1]) : to_bf16x2(d[i], d[i + 1]); };
   // this lane's address in a block of 16 rows and 16 columns: its row, and one half of the columns
   const At to = wait_for_buffer(s, group, phase) + (t % 128 / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
-#if ADDEND
-  barrier_wait(&s.added[group], phase);
+  if (ADDEND) barrier_wait(&s.added[group], phase);
 #pragma unroll
   for (u32 j = 0; j < WIDTH / 8; j += 2) {
+#if ADDEND
     u32 pairs[4];
     load_matrices_at(to + 16 * j, pairs);
-    float sum[8];
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-      sum[2 * i] = d[4 * j + 2 * i] + __uint_as_float(pairs[i] << 16);
-      sum[2 * i + 1] = d[4 * j + 2 * i + 1] + __uint_as_float(pairs[i] & 0xffff0000u);
+      d[4 * j + 2 * i] += __uint_as_float(pairs[i] << 16);
+      d[4 * j + 2 * i + 1] += __uint_as_float(pairs[i] & 0xffff0000u);
     }
-    store_matrices_at(to + 16 * j, to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]),
-                      to_bf16x2(sum[4], sum[5]), to_bf16x2(sum[6], sum[7]));
-  }
-#else
-#pragma unroll
-  for (u32 j = 0; j < WIDTH / 8; j += 2)
-    store_matrices_at(to + 16 * j, two(4 * j), two(4 * j + 2), two(4 * j + 4), two(4 * j + 6));
 #endif
+    store_matrices_at(to + 16 * j, two(4 * j), two(4 * j + 2), two(4 * j + 4), two(4 * j + 6));
+  }
   phase ^= 1u;
   hand_over(s, group);
 }

@@ -112,8 +112,8 @@ __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Ste
 // What of a tile's last K-step is multiplied: the first `products` of its four wgmma, and of every row the
 // first `codes`; the codes behind them belong to the next expert.
 struct LastStep {
-  u32 products;
-  int codes;
+  u32 products = STEP / 32;
+  int codes = STEP;
   __device__ __forceinline__ bool whole() const { return products == STEP / 32 && codes >= STEP; }
 };
 

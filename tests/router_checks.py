@@ -27,7 +27,7 @@ SIZES = [
     (7, 128, CONFIGS[1]),
 ]
 LARGE = [(4096, 256, DEEPSEEK), (5000, 128, CONFIGS[1]), (16_384, 128, RouterConfig(8))]
-# (M, N, K) of add_product: of 1 and 3 K-steps, tiles and pairs of tiles, and parts of them
+# (M, N, K) of add_product: 1, 3 and 6 K-steps, tiles and pairs of tiles, and parts of them
 SUMS = [(1, 8, 8), (200, 264, 136), (130, 520, 24), (300, 72, 384)]
 LARGE_SUMS = [(16_384, 2048, 384), (4096, 7168, 24), (8199, 4096, 104)]
 UNIT = 2.0**-24  # the largest relative error of rounding to float32
