@@ -131,29 +131,42 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
   } else {
     more_registers<GATHER ? 208 : 224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
-    float sums[2][64];
+    float sums[2][64] = {};
     auto scales_of = [&](u32 half, At scales) {  // scales of rows my_row and my_row + 8
       const float of_columns = load_at(scales + 16 * (ROWS + group));
       const At of_rows = scales + 16 * (64 * half + my_row);
       return make_float2(load_at(of_rows) * of_columns, load_at(of_rows + 128) * of_columns);
     };
-    auto promote = [&](u32 half, const float (&d)[64], float2 by) {
+    auto promote = [&](u32 half, const float (&d)[64], float2 by, bool first) {
 #pragma unroll
-      for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
+      for (u32 i = 0; i < 64; ++i)
+        sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, first ? 0.f : sums[half][i]);
     };
-    if (!GATHER) clear_sums(sums);
     for (WorkTile tile = order.tile(s); tile.number < work.all;) {
-#pragma unroll
-      for (int i = 0; GATHER && i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      if (work.halves(tile.number) == 2)
-        multiply<true, false>(s, turn, group, 2, steps, LastStep{}, scales_of, promote);
-      else
-        multiply<true, false>(s, turn, group, 1, steps, LastStep{}, scales_of, promote);
+      const bool whole = work.halves(tile.number) == 2;
       const u32 parity = order.turn & 1u;
-      order.done(s);
-      tile = order.tile(s);  // before the hand-over, which hides the latency
-      hand_over<!GATHER>(s, sums, group, parity);
+      if (GATHER) {
+        const bool any = order.turn != 0;
+        const Finished previous(s, sums, group, any ? parity ^ 1u : 0u);
+        if (whole)
+          multiply<true, false, true>(s, turn, group, 2, steps, LastStep{}, scales_of, promote,
+                                      HandOver<2>{previous, any});
+        else
+          multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote,
+                                      HandOver<1>{previous, any});
+        order.done(s);
+        tile = order.tile(s);
+      } else {
+        if (whole)
+          multiply<true, false, true>(s, turn, group, 2, steps, LastStep{}, scales_of, promote, Nothing{});
+        else
+          multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote, Nothing{});
+        order.done(s);
+        tile = order.tile(s);  // before the hand-over, which hides the latency
+        hand_over(s, sums, group, parity);
+      }
     }
+    if (GATHER && order.turn != 0) hand_over(s, sums, group, order.turn & 1u ^ 1u);
   }
   end();
 }

@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   } else {
     more_registers<BLOCKS ? 224 : 240>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
-    float sums[2][64];
+    float sums[2][64] = {};
     float2 columns[16];  // column scales, loaded with the upper half and reused for the lower
     struct Scales {
       float upper, lower;  // scales of rows my_row and my_row + 8
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         for (u32 j = 0; j < AHEAD; ++j) columns[j] = load2_at(by.of_columns + 32 * j);
       return by;
     };
-    auto promote = [&](u32 half, const float (&d)[64], const Scales& by) {
+    auto promote = [&](u32 half, const float (&d)[64], const Scales& by, bool) {
 #pragma unroll
       for (u32 j = 0; j < 16; ++j) {
         const float2 c = columns[j];
@@ -202,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     };
     auto scale_of = [&](u32, At scales) { return load_at(scales) * load_at(scales + 4 * (1 + group)); };
-    auto promote_all = [&](u32 half, const float (&d)[64], float by) {
+    auto promote_all = [&](u32 half, const float (&d)[64], float by, bool first) {
 #pragma unroll
-      for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
+      for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, first ? 0.f : sums[half][i]);
     };
     // Stores or hands over sums in float32, or added to existing values, for which it needs their address.
     auto store_located = [&](const WorkTile& tile) {
@@ -238,7 +238,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         fence_async();
         __syncwarp();
         if (lane < ARRIVING) barrier_arrive_here(s.made);
-        clear_sums(sums);
         return;
       }
 #pragma unroll
@@ -256,9 +255,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           sums[half][2 * i + 1] += bf16_to_float((u16)(two[i] >> 16));
         }
       }
-      hand_over<true>(s, sums, group, order.turn & 1u);
+      hand_over(s, sums, group, order.turn & 1u);
     };
-    clear_sums(sums);
     for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
       const int steps = uniform(steps_of(tile.expert));
       const u32 halves = work.halves(tile.number);
@@ -267,16 +265,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       const int products = BLOCKS ? uniform(units_of_expert(tile.expert)) - (steps - 1) * (STEP / 32)
                                   : (min(codes, STEP) + 31) / 32;
       const LastStep last{(u32)products, codes};
-      if (!BLOCKS)
-        multiply<false, true>(s, turn, group, halves, steps, last, scales_of, promote);
-      else if (halves == 2)
-        multiply<false, false>(s, turn, group, 2, steps, last, scale_of, promote_all);
-      else
-        multiply<false, false>(s, turn, group, 1, steps, last, scale_of, promote_all);
+      auto clear = [&] {
+#pragma unroll
+        for (u32 i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
+      };
+      if (!BLOCKS) {
+        clear();
+        multiply<false, true, false>(s, turn, group, halves, steps, last, scales_of, promote, Nothing{});
+      } else if (steps <= last.partial(steps)) {
+        clear();  // here: cleared before, under a condition, they were copied in front of every tile
+        multiply<false, false, false>(s, turn, group, halves, steps, last, scale_of, promote_all, Nothing{});
+      } else if (halves == 2) {
+        multiply<false, false, true>(s, turn, group, 2, steps, last, scale_of, promote_all, Nothing{});
+      } else {
+        multiply<false, false, true>(s, turn, group, 1, steps, last, scale_of, promote_all, Nothing{});
+      }
       // The tile is found again, to keep registers free during the main loop, and only if needed: its address
       // takes 500 cycles.
       if (out_kind == BF16 && !accumulate)
-        hand_over<true>(s, sums, group, order.turn & 1u);
+        hand_over(s, sums, group, order.turn & 1u);
       else
         store_located(find(order.again(s)));
     }

@@ -26,11 +26,6 @@ __device__ __forceinline__ T* kept(T* p) {
   return same;
 }
 
-// Zeroes two registers where it is called.
-__device__ __forceinline__ void clear_here(float& a, float& b) {
-  asm volatile("{ .reg .b64 z; mov.b64 z, 0; mov.b64 {%0, %1}, z; }" : "=f"(a), "=f"(b));
-}
-
 __device__ __forceinline__ float load_at(At at) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");

@@ -215,16 +215,17 @@ __device__ __forceinline__ Tile tile_mn_major_at(At at) {
     asm volatile(                                                                                          \
         PRODUCT_TEXT("m64n256k16", type, type, TEXT_128, "%128", "%129", "%130", ", " a_mn ", " b_mn)      \
         : SUMS_128                                                                                         \
-        : "r"(a), "r"(b), "r"(1));                                                                         \
+        : "r"(a), "r"(b), "r"((int)add));                                                                  \
   else                                                                                                     \
     asm volatile(PRODUCT_TEXT("m64n128k16", type, type, TEXT_64, "%64", "%65", "%66", ", " a_mn ", " b_mn) \
                  : SUMS_64                                                                                 \
-                 : "r"(a), "r"(b), "r"(1))
+                 : "r"(a), "r"(b), "r"((int)add))
 
-// d += a b^T over 16 values of K, of TYPE BF16 or F16: 64 rows of a by WIDTH rows of b, 128 or 256.
-// Accumulators as above; with 128 columns the first 64 registers. A_MN, B_MN: the operand is MN-major.
+// d = a b^T, or d += a b^T (add), over 16 values of K, of TYPE BF16 or F16: 64 rows of a by WIDTH rows of b,
+// 128 or 256. Accumulators as above; with 128 columns the first 64 registers. A_MN, B_MN: the operand is
+// MN-major.
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
-__device__ __forceinline__ void product_16(float (&d)[128], Tile a, Tile b) {
+__device__ __forceinline__ void product_16(float (&d)[128], Tile a, Tile b, bool add) {
   static_assert(B_MN || !A_MN, "no kernel needs an MN-major first operand alone");
   if constexpr (TYPE == F16) {
     if constexpr (A_MN)

@@ -82,8 +82,11 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   const At full = operands + STAGES * STAGE_BYTES + TILE_BYTES;
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
   bool ready = false;
+  // The first product overwrites the accumulators. In the weight gradient there may be none, and the compiler
+  // serialises the products if only then the accumulators are cleared.
+  const bool clears = A_MN;
 #pragma unroll
-  for (u32 i = 0; i < 128; ++i) d[i] = 0.f;
+  for (u32 i = 0; clears && i < 128; ++i) d[i] = 0.f;
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
     const At here = operands + turn.stage * STAGE_BYTES;
@@ -98,7 +101,8 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
     products_begin();
 #pragma unroll
     for (u32 i = 0; i < STEP / 16; ++i)
-      product_16<WIDTH, KIND, A_MN, B_MN>(d, a + (A_MN ? 128 : 2) * i, b + (B_MN ? 128 : 2) * i);
+      product_16<WIDTH, KIND, A_MN, B_MN>(d, a + (A_MN ? 128 : 2) * i, b + (B_MN ? 128 : 2) * i,
+                                          clears || i > 0 || k > 0);
     products_commit();
     ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
     products_wait<0>();

@@ -92,8 +92,8 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 }
 
-// A consumer warpgroup's loop over K-steps: step(false) for each, which ends with turn.next(). UNROLL: STAGES
-// at a time, so that addresses in shared memory are immediates: the forward takes 1 to 4 % less time.
+// A consumer warpgroup's loop over K-steps: step() for each, which ends with turn.next(). UNROLL: STAGES at a
+// time, so that addresses in shared memory are immediates: the forward takes 1 to 4 % less time.
 template <bool UNROLL, class Step>
 __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Step& step) {
 #pragma unroll 1
@@ -101,10 +101,10 @@ __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Ste
     if (UNROLL && turn.stage == 0 && k + STAGES <= steps) {
       turn.stage = 0;  // tells the compiler the stages below
 #pragma unroll
-      for (int i = 0; i < STAGES; ++i) step(false);
+      for (int i = 0; i < STAGES; ++i) step();
       k += STAGES;
     } else {
-      step(false), ++k;
+      step(), ++k;
     }
   }
 }
@@ -114,24 +114,35 @@ __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Ste
 struct LastStep {
   u32 products = STEP / 32;
   int codes = STEP;
-  __device__ __forceinline__ bool whole() const { return products == STEP / 32 && codes >= STEP; }
+  __device__ __forceinline__ bool partial(int steps) const {
+    return steps > 0 && (products < STEP / 32 || codes < STEP);
+  }
+};
+
+// For multiply: nothing to do while the products of a tile's first K-step are in flight.
+struct Nothing {
+  __device__ __forceinline__ void in_flight(u32) const {}
+  __device__ __forceinline__ void after() const {}
 };
 
 // Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only; `last`: what of
-// the last one is multiplied. scales_of(half, at) returns a thread's scales, promote(half, d, scales) adds d,
-// 64 rows of the tile, to its accumulators; `at`: the K-step's scales, FOUR K-steps' interleaved or each
-// K-step's own. LATE: promote reads some scales itself, with the upper half. (Alternating the warpgroups, one
-// promoting during the other's wgmma, is 5 % slower than leaving them unsynchronised.)
-template <bool FOUR, bool LATE, class ScalesOf, class Promote>
+// the last one is multiplied. scales_of(half, at) returns a thread's scales; promote(half, d, scales, first)
+// adds d, 64 rows of the tile, to its accumulators, or overwrites them (first). `at`: the K-step's scales,
+// FOUR K-steps' interleaved or each K-step's own. LATE: promote reads some scales itself, with the upper
+// half. FIRST: there is a complete K-step, and the first one overwrites the accumulators; otherwise the
+// caller has cleared them. beside: in_flight(half) is called while the products of that half of the first
+// K-step are in flight, and must not branch; after() once they are complete. (Alternating the warpgroups,
+// one promoting during the other's wgmma, is 5 % slower than leaving them unsynchronised.)
+template <bool FOUR, bool LATE, bool FIRST, class ScalesOf, class Promote, class Beside>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
                                          const LastStep& last, const ScalesOf& scales_of,
-                                         const Promote& promote) {
+                                         const Promote& promote, const Beside& beside) {
   const At codes = uniform(at_of(s.operands)), scales = codes + STAGES * STAGE_BYTES;
   const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES;
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
   const Tile first_a = tile_at(codes), first_b = tile_at(codes + A_BYTES + group * (128 * STEP));
   bool ready = false;
-  auto step = [&](bool partial) {
+  auto step = [&](bool first, bool partial) {
     const At scales_here = scales + 4 * (FOUR ? scales_of_four(turn) : turn.stage * STAGE_SCALES);
     const At used = empty + turn.stage * 8;
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
@@ -151,6 +162,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       products_commit();
       // overlaps with the wgmma in flight
       auto by = scales_of(half, scales_here);
+      if (first) beside.in_flight(half);
       if (end) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
       products_wait<0>();
       products_seen(d);
@@ -162,14 +174,18 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       };
       const bool all_read = !LATE || half == 1;
       if (end && all_read) release_stage();
-      promote(half, d, by);
+      if (first && end) beside.after();
+      promote(half, d, by, first);
       if (end && !all_read) release_stage();
     }
   };
-  // a partial last step in code of its own: tests between the wgmma of every step would be executed in each
-  const bool partial = steps > 0 && !last.whole();
-  loop_over_steps<!LATE>(turn, steps - partial, step);
-  if (partial) step(true);
+  // The first step has code of its own, which overwrites the accumulators: clearing them between two tiles
+  // took 1 to 3 % of the time. So has a partial last step: tests between the wgmma of every step would be
+  // executed in each.
+  const bool partial = last.partial(steps);
+  if (FIRST) step(true, false);
+  loop_over_steps<!LATE>(turn, steps - FIRST - partial, [&] { step(false, false); });
+  if (partial) step(false, true);
 }
 
 // Stores (ADD: accumulates) 64 rows of a consumer warpgroup's accumulators directly to memory; predicated on
@@ -199,36 +215,57 @@ __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int c
     store_sums<ADD, false>(to, pitch, rows, columns, sums);
 }
 
-// Sets a thread's accumulators to zero at this point of the program; the compiler would move a plain
-// assignment to the beginning of the next tile.
-__device__ __forceinline__ void clear_sums(float (&sums)[2][64]) {
-#pragma unroll
-  for (u32 half = 0; half < 2; ++half)
-#pragma unroll
-    for (u32 i = 0; i < 64; i += 2) clear_here(sums[half][i], sums[half][i + 1]);
-}
+// A finished tile, on its way from a consumer warpgroup's accumulators to the store warps, as bfloat16.
+struct Finished {
+  const Shared& s;
+  const float (&sums)[2][64];
+  At to;  // this lane's address in a block of 16 rows and 16 columns: its row, and one half of the columns
 
-// Hands a consumer warpgroup's accumulators, as bfloat16, to the store warps, and (CLEAR) clears them, which
-// takes no time while the stores to shared memory complete. parity: of the number of tiles handed over
-// before.
-template <bool CLEAR>
-__device__ __forceinline__ void hand_over(const Shared& s, float (&sums)[2][64], u32 group, u32 parity) {
-  // recomputed here instead of occupying a register during the main loop
-  const u32 t = kept(threadIdx.x), lane = t % 32;
-  // this lane's address in a block of 16 rows and 16 columns: its row, and one half of the columns
-  const At to = at_of(s.tile) + (t % 128 / 32 * 16 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
-  barrier_wait(s.written, parity ^ 1u);
-#pragma unroll
-  for (u32 half = 0; half < 2; ++half)
+  // Waits until the staging buffer is free. parity: of the number of tiles handed over before.
+  __device__ __forceinline__ Finished(const Shared& s, const float (&sums)[2][64], u32 group, u32 parity)
+      : s(s), sums(sums) {
+    // recomputed here instead of occupying a register during the main loop
+    const u32 t = kept(threadIdx.x), lane = t % 32;
+    to = at_of(s.tile) + (t % 128 / 32 * 16 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
+    barrier_wait(s.written, parity ^ 1u);
+  }
+  __device__ __forceinline__ void stage(u32 half) const {
 #pragma unroll
     for (u32 j = 0; j < 16; j += 2) {
       const float* d = sums[half] + 4 * j;
       store_matrices_at(to + 64 * half * PITCH + 16 * j, to_bf16x2(d[0], d[1]), to_bf16x2(d[2], d[3]),
                         to_bf16x2(d[4], d[5]), to_bf16x2(d[6], d[7]));
     }
-  if (CLEAR) clear_sums(sums);
-  fence_async();
-  __syncwarp();
-  if (lane < ARRIVING) barrier_arrive_here(s.made);
+  }
+  __device__ __forceinline__ void pass_on() const {
+    fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(s.made);
+  }
+};
+
+// For multiply: hands over the tile before, if there is one, while the products of the next one's first
+// K-step are in flight.
+template <u32 HALVES>
+struct HandOver {
+  Finished tile;
+  bool any;
+  __device__ __forceinline__ void in_flight(u32 half) const {
+    tile.stage(half);
+    if (HALVES == 1) tile.stage(1);
+  }
+  __device__ __forceinline__ void after() const {
+    if (any) tile.pass_on();
+  }
+};
+
+// Hands a consumer warpgroup's accumulators, as bfloat16, to the store warps. parity: of the number of tiles
+// handed over before.
+__device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2][64], u32 group,
+                                          u32 parity) {
+  const Finished tile(s, sums, group, parity);
+  tile.stage(0);
+  tile.stage(1);
+  tile.pass_on();
 }
 #endif

@@ -81,7 +81,6 @@ inline void copy_async(const Copy& copy) {
   poison_destination(copy.to, copy.bytes);
   run_or_defer(this_thread().copies.back(), copy);
 }
-inline void clear_here(float& a, float& b) { a = b = 0; }
 inline void copy_async16(void* to, const void* from, bool there) { copy_async({to, from, 16, there}); }
 inline void copy_async16_at(At to, const void* from, bool there) { copy_async16((void*)to, from, there); }
 inline void copy_async4(void* to, const void* from, bool there) { copy_async({to, from, 4, there}); }

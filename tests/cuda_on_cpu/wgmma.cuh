@@ -146,7 +146,7 @@ float value_16(Tile tile, u32 i, u32 k) {
 }
 
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
-void product_16_now(float (&d)[128], Tile a, Tile b) {
+void product_16_now(float (&d)[128], Tile a, Tile b, bool add) {
   const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
   float rows[2][16];
   for (u32 k = 0; k < 16; ++k)
@@ -154,11 +154,14 @@ void product_16_now(float (&d)[128], Tile a, Tile b) {
   for (u32 i = 0; i < WIDTH / 4; ++i) {
     float column[16];
     for (u32 k = 0; k < 16; ++k) column[k] = value_16<TYPE, B_MN>(b, i / 2 * 8 + lane % 4 * 2 + i % 2, k);
-    for (u32 low = 0; low < 2; ++low)
-      for (u32 k = 0; k < 16; ++k) d[i / 2 * 4 + low * 2 + i % 2] += rows[low][k] * column[k];
+    for (u32 low = 0; low < 2; ++low) {
+      float& sum = d[i / 2 * 4 + low * 2 + i % 2];
+      if (!add) sum = 0;
+      for (u32 k = 0; k < 16; ++k) sum += rows[low][k] * column[k];
+    }
   }
 }
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
-void product_16(float (&d)[128], Tile a, Tile b) {
-  make_product([=, &d] { product_16_now<WIDTH, TYPE, A_MN, B_MN>(d, a, b); });
+void product_16(float (&d)[128], Tile a, Tile b, bool add) {
+  make_product([=, &d] { product_16_now<WIDTH, TYPE, A_MN, B_MN>(d, a, b, add); });
 }
