@@ -355,6 +355,10 @@ _SECOND_DERIVATIVE = (
     "create_graph: got the gradient of a gradient; functions of fp8moe.adapters.torch_ops are not twice "
     "differentiable; leave out create_graph=True, or detach() the results"
 )
+_CREATE_GRAPH = (
+    "create_graph: got True in a backward of the experts, which are not twice differentiable; wanted False; "
+    "leave it out, or detach() the experts' results"
+)
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -377,8 +381,9 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
     treats the results as constants if the incoming gradient is a constant, or if `torch.autograd.grad` is
     called for the gradient of an earlier tensor.
 
-    saves_inputs: whether the saved tensors include the inputs that the gradient depends on, or only their
-    codes, which are not differentiable.
+    saves_inputs: whether the saved tensors include the inputs that the gradient depends on. If not,
+    create_graph=True raises in the first backward: nothing leads from the gradients back to the inputs, so
+    autograd would omit the second derivative of these inputs without an error.
     """
 
     def run(ctx: Any, *grads: Any) -> Any:
@@ -389,8 +394,9 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
             )
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        inputs = ctx.saved_tensors if saves_inputs else (torch.zeros((), requires_grad=True),)
-        return _NotDifferentiable.apply(backward, ctx, len(grads), *grads, *inputs)
+        if not saves_inputs:
+            raise RuntimeError(_CREATE_GRAPH)
+        return _NotDifferentiable.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
 
     return run
 

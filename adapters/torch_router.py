@@ -233,26 +233,25 @@ def _product_backward(
             torch.cat([parts_of_grad[:, i] for i, _ in pairs], dim=1),
             torch.cat([parts_of_w[j] for _, j in pairs]),
         )
-    return torch.mm(*pair) if added_to is None else _sum(added_to, *pair), dw
+    return torch.mm(*pair) if added_to is None else _sum.run(added_to, *pair), dw
 
 
+def _same_shape(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return addend.new_empty(addend.shape)
+
+
+@operator("add_product", fake=_same_shape)
 def _sum(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """addend + a @ b, by `fp8moe.router.add_product` where it has a kernel: it does not copy addend first.
-    Compilers trace torch's function."""
+    """addend + a @ b, rounded once: by `fp8moe.router.add_product` where it has a kernel, as that does not
+    copy addend first. An operator, because Inductor would round the product before it adds."""
     if on_hopper(a) and all(_fits_kernel(t) for t in (addend, a, b)):
         return add_product(addend, a, b)  # type: ignore[no-any-return]
     return torch.addmm(addend, a, b)
 
 
 def _fits_kernel(t: Tensor) -> bool:
-    """Whether `fp8moe.router.add_product` takes an operand; no subclass, as traced tensors are."""
-    return (
-        type(t) is Tensor
-        and t.is_contiguous()
-        and t.numel() > 0
-        and t.shape[1] % 8 == 0
-        and t.data_ptr() % 16 == 0
-    )
+    """Whether `fp8moe.router.add_product` takes an operand."""
+    return t.is_contiguous() and t.numel() > 0 and t.shape[1] % 8 == 0 and t.data_ptr() % 16 == 0
 
 
 # ---------------------------------------------------------------- the selection of experts

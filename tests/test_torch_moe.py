@@ -11,7 +11,7 @@ import fp8moe
 from fp8moe import Activation, RouterConfig
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router, parts
+from fp8moe.adapters.torch_router import Router, _sum, parts
 from fp8moe.dispatch import cached_plans, clear_cached_plans
 from fp8moe.record_trees import arrays_in
 
@@ -479,6 +479,22 @@ def test_float32_is_the_sum_of_three_bfloat16_parts():
     x = torch.randn(10_000) * torch.exp2(torch.randint(-60, 60, (10_000,)))
     high, middle, low = (part.double() for part in parts(x))
     assert torch.equal(high + middle + low, x.double())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_routers_gradient_of_rows_is_added_alike_in_compiled_code(backend):
+    """Inductor would round a product to bfloat16 before it adds it."""
+    addend, a, b = (torch.randn(*shape).bfloat16() for shape in [(30, 16), (30, 24), (24, 16)])
+    torch.library.opcheck(_sum.op, (addend, a, b), test_utils=("test_schema", "test_faketensor"))
+
+    def call(addend, a, b):
+        return _sum(addend, a, b) * 2
+
+    torch.compiler.reset()
+    for rows in (addend, addend.repeat(1, 2)[:, ::2]):
+        actual = torch.compile(call, fullgraph=True, backend=backend)(rows, a, b)
+        assert torch.equal(actual, torch.addmm(rows, a, b) * 2)
+        assert actual.is_contiguous()
 
 
 def test_without_a_router():
