@@ -448,6 +448,9 @@ def refusals(comm):
         expert_parallel.dispatch(wider if RANK == 1 else x, ids, probs, E, comm)
     with pytest.raises(ValueError, match=r"rows, of bfloat16.*nothing was sent"):
         expert_parallel.dispatch(x, ids, probs, E, comm, fmt="e5m2" if RANK == 1 else "e4m3")
+    others = put(np.ones((4, 2), np.float32 if RANK == 1 else np.float64))
+    with pytest.raises(ValueError, match=r"topk_probs, of bfloat16.*nothing was sent"):
+        expert_parallel.dispatch(x, ids, others, E, comm)
     with pytest.raises(ValueError, match="num_experts"):
         expert_parallel.dispatch(x, ids, probs, E + 1, comm)
     with pytest.raises(ValueError, match="room: got 0"):

@@ -9,6 +9,7 @@ from typing import Any
 from fp8moe import checks, counters
 from fp8moe.dispatch import enter
 from fp8moe.expert_parallel.messages import (
+    FLOATS,
     FORMS,
     Message,
     check_rows,
@@ -105,6 +106,8 @@ def prepare_dispatch(
         "num_experts": num_experts,
         "bytes of a row": message.row_bytes,
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
+        # of two dtypes, the padding of a message makes rows of equal size
+        f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
     }
     transport: Any = comm
     if capacity is not None:

@@ -22,7 +22,8 @@ from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 
 UINT8 = np.dtype(np.uint8)
 MOST_PLACES = 3  # slots per row up to which `pack_by_rank` packs unquantised rows in one pass
-FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # row formats of messages
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+FORMS = (*FLOATS, "e4m3", "e5m2", "e2m1")  # row formats of messages
 
 
 class Message:
@@ -33,6 +34,11 @@ class Message:
         layout = _message_layout(x, fmt, parts)
         self.like, self._shapes, self.row_bytes, self.plain = layout
         self._packed: Any = None
+
+    @property
+    def dtype_of_last(self) -> str:
+        """Name of the dtype of the last part."""
+        return self._shapes[-1][1]
 
     def pack(self) -> Any:
         """The messages in a buffer of their own, packed once."""
