@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
@@ -168,11 +168,13 @@ def as_shard(value: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
     """A state dict's value, with all experts or this rank's as a plain tensor, sharded like the weight."""
     if not isinstance(w, DTensor) or type(value) not in (Tensor, nn.Parameter) or not is_whole(w, mesh):
         return value
-    if value.shape == w.shape:
-        return distribute_tensor(value.to(w.device), w.device_mesh, EXPERTS, src_data_rank=None)
-    if value.shape == w.to_local().shape:
-        return DTensor.from_local(value.to(w.device), w.device_mesh, EXPERTS, run_check=False)
-    return value
+    if value.shape == w.shape:  # a copy: with assign=True, a view would keep all experts in memory
+        value = value.detach()[own_part(w)].clone()
+    elif value.shape != w.to_local().shape:
+        return value
+    if w.device.type != "meta":
+        value = value.to(w.device)
+    return DTensor.from_local(value, w.device_mesh, EXPERTS, run_check=False)
 
 
 def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:

@@ -559,9 +559,9 @@ def module(comm):
             ours(x[own])
 
 
-def seeded(recipe="fp8_flow", **options):
+def seeded(recipe="fp8_flow", device=DEVICE, **options):
     torch.manual_seed(3)
-    return FP8FlowMoE(H, F, 8, 2, recipe=recipe, device=DEVICE, **options)
+    return FP8FlowMoE(H, F, 8, 2, recipe=recipe, device=device, **options)
 
 
 def stepped(layer):
@@ -688,6 +688,11 @@ def copied_in(group):
             other.w13.zero_()
         other.load_state_dict(state)
         assert torch.equal(other(x), y)
+        empty = seeded(process_group=group, device="meta")
+        empty.load_state_dict(state, assign=True)
+        local = empty.w13.to_local()
+        assert local.untyped_storage().nbytes() == local.nbytes  # not of all experts
+        assert torch.equal(empty(x), y)
 
 
 def changed(comm):
