@@ -339,9 +339,10 @@ class FP8FlowMoE(nn.Module):
 
         Forwards without gradients use the copies until a forward with gradients runs or a change of the
         weights is detected, including optimizer steps. Writes through ``.data`` (also by PEFT's merging) or
-        other memory, and replays of a CUDA graph that contains an optimizer step, cannot be detected and
-        require another call, as do writes to the shards of ``fully_shard`` other than an optimizer's or
-        ``load_state_dict``'s. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
+        other memory, collectives such as ``torch.distributed.broadcast``, and replays of a CUDA graph that
+        contains an optimizer step, cannot be detected and require another call, as do writes to the shards of
+        ``fully_shard`` other than an optimizer's or ``load_state_dict``'s; and with ``process_group=``
+        operations of ``torch._foreach`` and an in-place ``torch.distributed.checkpoint.load``. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
         that was captured with kept copies reads the new ones: they are written to the same memory, and a
         backward that still needs the old ones raises.
 
@@ -358,7 +359,7 @@ class FP8FlowMoE(nn.Module):
                     f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
                     "forward only; use weights_unchanged() around the forwards"
                 )
-        self._keep_copies()
+        self._keep_copies(requested=True)
 
     @property
     def fp8_weight_nbytes(self) -> int:
@@ -491,8 +492,10 @@ class FP8FlowMoE(nn.Module):
         copies, capturing = self._copies, _capturing(self.w13)
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self._scopes:
-            if recording or copies is None or not usable or copies.recorded or copies.changed(self):
-                self._release_copies()
+            requested = copies is not None and copies.requested
+            if recording or not requested or not usable or copies.recorded or copies.changed(self):  # type: ignore[union-attr]
+                if recording or requested:  # otherwise for later forwards with is_first_microbatch=False
+                    self._release_copies()
                 return self._quantize_copies()
         elif first or not usable:
             if first is False:
@@ -524,8 +527,9 @@ class FP8FlowMoE(nn.Module):
         weights = self._own_experts()
         return list(quantize_fp8_weights(*weights, activation=self.activation))
 
-    def _keep_copies(self) -> _Copies:
-        """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any."""
+    def _keep_copies(self, requested: bool = False) -> _Copies:
+        """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
+        requested: by quantize_weights()."""
         for name in ("w13", "w2"):
             if getattr(self, name) is not getattr(self, name):
                 raise RuntimeError(
@@ -538,7 +542,7 @@ class FP8FlowMoE(nn.Module):
             target = old.records
         if target is None:
             self._copies = old = None  # releases the old copies first, to avoid holding two sets
-        new = _Copies(self, self._quantize_copies(target), captured=target is not None)
+        new = _Copies(self, self._quantize_copies(target), requested, captured=target is not None)
         if target is not None:  # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(new.tensors)
         self._copies = new
@@ -607,7 +611,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     RuntimeError
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
         optimizer, ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
-        detects only the first two. In-place operations of ``torch._foreach`` on DTensors are not detected.
+        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``, and of
+        DTensors in-place operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``.
 
     Examples
     --------
@@ -667,6 +672,8 @@ register_optimizer_step_post_hook(_mark_outdated)
 class _Copies:
     """FP8 copies of a layer's weights that persist between forwards.
 
+    requested: by quantize_weights(), for all forwards without gradients, and not for micro-batches only:
+        outside of a context, writes to the shards of ``fully_shard`` would not be detected.
     current: whether they may be used. overwritten: an optimizer or load_state_dict() has written the weights
         since. recorded: a forward with gradients has used them, so an optimizer step may have followed
         undetected.
@@ -674,8 +681,8 @@ class _Copies:
         only after a replay.
     """
 
-    def __init__(self, layer: FP8FlowMoE, records: list[Quantized], captured: bool):
-        self.records, self.tensors = records, arrays_in(tuple(records))
+    def __init__(self, layer: FP8FlowMoE, records: list[Quantized], requested: bool, captured: bool):
+        self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
         self.current, self.overwritten, self.recorded, self.captured = True, False, False, captured
         self.of_capture = _capturing(layer.w13)
         self._shards = layer._shards

@@ -75,6 +75,7 @@ BEFORE = {
     "evaluation": evaluate,
     "training, evaluation": lambda layer: (step(layer, layer, tokens(layer.w13.device)), evaluate(layer)),
     "a scope": lambda layer: in_a_scope(layer),
+    "a first micro-batch without gradients": lambda layer: first_micro_batch(layer),
     "quantize_weights, training": lambda layer: (
         layer.quantize_weights(),
         step(layer, layer, tokens(layer.w13.device)),
@@ -85,6 +86,11 @@ BEFORE = {
 def in_a_scope(layer):
     with torch_moe.weights_unchanged(layer):
         step(layer, layer, tokens(layer.w13.device))
+
+
+def first_micro_batch(layer):
+    with torch.no_grad():
+        layer(tokens(layer.w13.device), is_first_microbatch=True)
 
 
 OPTIMIZERS = {
@@ -345,6 +351,8 @@ def test_is_first_microbatch_false_without_copies_raises(device):
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
         layer(x, is_first_microbatch=False)
     layer(x, is_first_microbatch=True)
+    with torch.no_grad():
+        layer(x)  # an evaluation quantises for itself, and does not release the copies
     layer(x, is_first_microbatch=False)
     with torch.no_grad():
         layer.w2.mul_(2.0)
@@ -676,6 +684,11 @@ def changed_shards(rank, folder):
                     parent(x)
                 parent.reshard()
             assert torch.equal(parent(x), after), write
+            layer = fully_shard(module(), mesh=mesh)
+            layer(x, is_first_microbatch=True)
+            layer.reshard()
+            write(layer)
+            assert torch.equal(layer(x), after), write
         layer = fully_shard(module(), mesh=mesh, reshard_after_forward=False)
         layer(x)
         layer.quantize_weights()
