@@ -71,33 +71,55 @@ def name_function(function: Callable[..., Any]) -> str:
 
 
 def describe(
-    name: str, args: tuple[Any, ...], options: dict[str, Any], operands: list[Any], in_place: set[int]
-) -> str:
-    """Serialises a call. operands: its arrays without duplicates. in_place: indices of the arrays that the
-    function adds to."""
-    number_of = {id(a): i for i, a in enumerate(operands)}
+    name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set[int]
+) -> tuple[str, list[Any]]:
+    """Serialises a call and lists its arrays. changed: ids of the arrays that the function adds to. Such an
+    array is listed as often as it is passed, because each sum needs its own memory; any other array once."""
+    operands: list[Any] = []
+    number_of: dict[int, int] = {}
+
+    def number(array: Any) -> int:
+        if id(array) in changed or id(array) not in number_of:
+            number_of[id(array)] = len(operands)
+            operands.append(array)
+        return number_of[id(array)]
+
     description = {
         "fp8moe": fp8moe.__version__,
         "function": name,
-        "args": _encode(args, number_of),
-        "options": {key: _encode(options[key], number_of) for key in sorted(options)},
-        "arrays": [[np.dtype(a.dtype).name, *a.shape] for a in operands],
-        "in_place": sorted(in_place),
+        "args": _encode(args, number),
+        "options": {key: _encode(options[key], number) for key in sorted(options)},
     }
-    return json.dumps(description, separators=(",", ":"))
+    for a in operands:
+        if not all(isinstance(n, int) for n in a.shape):
+            raise TypeError(
+                f"{name.rpartition('.')[2]}: got an array of symbolic shape {a.shape}; wanted numbers; call "
+                "jax.export.export for each shape"
+            )
+    description["arrays"] = [[np.dtype(a.dtype).name, *a.shape] for a in operands]
+    description["in_place"] = [i for i, a in enumerate(operands) if id(a) in changed]
+    return json.dumps(description, separators=(",", ":")), operands
 
 
-def _encode(value: Any, number_of: dict[int, int]) -> Any:
-    if value is None or isinstance(value, (bool, str)):
+def _encode(value: Any, number: Callable[[Any], int]) -> Any:
+    """A value as JSON. number: returns the index of an array."""
+    if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    if isinstance(value, (float, np.floating)):
+        return float(value)
     if isinstance(value, tuple):
-        return [_encode(v, number_of) for v in value]
+        return [_encode(v, number) for v in value]
+    if isinstance(value, (list, set, frozenset)):
+        values = value if isinstance(value, list) else sorted(value)  # the same text in every process
+        return {"list": [_encode(v, number) for v in values]}
     if type(value).__name__ in _KINDS:
-        fields = {n: _encode(getattr(value, n), number_of) for n in field_names(type(value)) or ()}
+        fields = {n: _encode(getattr(value, n), number) for n in field_names(type(value)) or ()}
         return {"record": type(value).__name__, **fields}
-    return {"array": number_of[id(value)]}
+    return {"array": number(value)}
 
 
 def _decode(value: Any, arrays: Sequence[Any]) -> Any:
@@ -107,6 +129,8 @@ def _decode(value: Any, arrays: Sequence[Any]) -> Any:
         return value
     if "array" in value:
         return arrays[value["array"]]
+    if "list" in value:
+        return [_decode(v, arrays) for v in value["list"]]
     fields = {n: _decode(v, arrays) for n, v in value.items() if n != "record"}
     if "record" not in value:
         return fields
@@ -157,18 +181,10 @@ class Described:
 # ---------------------------------------------------------------- the primitive
 
 
-def call(name: str, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any], changed: Any) -> Any:
-    """Calls the function ``name`` on traced (or concrete) arrays, as one operation of the program. leaves:
-    all arrays among the arguments. changed: ids of the arrays that the function adds to."""
-    operands = list({id(a): a for a in leaves}.values())  # without duplicates
-    for a in operands:
-        if not all(isinstance(n, int) for n in a.shape):
-            raise TypeError(
-                f"{name.rpartition('.')[2]}: got an array of symbolic shape {a.shape}; wanted numbers; call "
-                "jax.export.export for each shape"
-            )
-    in_place = {i for i, a in enumerate(operands) if id(a) in changed}
-    text = describe(name, args, options, operands, in_place)
+def call(name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set[int]) -> Any:
+    """Calls the function ``name`` on traced (or concrete) arrays, as one operation of the program. changed:
+    ids of the arrays that the function adds to."""
+    text, operands = describe(name, args, options, changed)
     described = _described(text)
     layout = described.layout
     outputs = ()

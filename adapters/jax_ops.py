@@ -39,6 +39,7 @@ from fp8moe.dispatch import Function
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, check_limit
+from fp8moe.interop import no_array
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
@@ -121,15 +122,15 @@ def traceable(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        leaves = [a for v in (*args, *options.values()) for a in arrays_in(v)]
-        in_program, in_place = any(isinstance(a, jax.core.Tracer) for a in leaves), list[Any]()
+        arrays = (a for v in (*args, *options.values()) for a in arrays_in(v))
+        in_program, in_place = any(isinstance(a, jax.core.Tracer) for a in arrays), list[Any]()
         if changed:
             bound = parameters.bind(*args, **options).arguments
             in_place = [a for name in changed for a in arrays_in(bound.get(name))]
             # in a program NumPy arrays are constants; elsewhere they are changed
             in_program = in_program or any(isinstance(a, jax.Array) for a in in_place)
         if in_program:
-            return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
+            return jax_calls.call(name, args, options, set(map(id, in_place)))
         return function(*args, **options)
 
     note = "Inside ``jax.jit`` it is one operation of the program, with static shapes. It has no gradient."
@@ -345,14 +346,25 @@ def _sort_bwd(options, num_out_tokens, residuals, grads):  # type: ignore[no-unt
 _sort.defvjp(_sort_fwd, _sort_bwd)
 
 
+@jax.tree_util.register_static
+class _Numbers(tuple[int, ...]):
+    """Counts that are numbers: static in a program, and not differentiated."""
+
+
+def _counts(tokens_per_expert: Any) -> Any:
+    if not isinstance(tokens_per_expert, (list, tuple)):
+        return tokens_per_expert
+    return _Numbers(checks.integer("tokens_per_expert", n, 0) for n in tokens_per_expert)
+
+
 @documented(fp8moe.pad, "x")
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    return _pad(*jax_calls.vary_alike(x, tokens_per_expert), "pad", align_size, num_out_tokens)
+    return _pad(*jax_calls.vary_alike(x, _counts(tokens_per_expert)), "pad", align_size, num_out_tokens)
 
 
 @documented(fp8moe.unpad, "x")
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    return _pad(*jax_calls.vary_alike(x, tokens_per_expert), "unpad", align_size, num_out_tokens)
+    return _pad(*jax_calls.vary_alike(x, _counts(tokens_per_expert)), "unpad", align_size, num_out_tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -577,6 +589,8 @@ def operands(
 ) -> tuple[Any, Any, Any]:
     """x [T, H], w13 and w2 in the dtypes that ``recipe`` uses, with JAX's gradients; for "bf16" also with w13
     as [E, 2F, H] and w2 as [E, H, F]."""
+    if isinstance(w13, list):
+        raise TypeError("w13: got a list; wanted an array or a tuple of two; pass tuple(w13)")
     parts = w13 if isinstance(w13, tuple) else (w13,)
     for name, a in [("x", x), *(("w13", w) for w in parts), ("w2", w2)]:
         if isinstance(a, Quantized):
@@ -584,6 +598,8 @@ def operands(
                 raise TypeError("w13: got a tuple of Quantized; wanted quantize_weights((gates, ups), ...)")
             if recipe == "bf16":
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
+        elif not hasattr(a, "dtype"):
+            raise no_array(a, name)
         elif a.dtype not in checks.FLOATS:
             raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
     if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):

@@ -276,6 +276,16 @@ REFUSED = {
         r"w13: got a tuple of .*; wanted gates and ups",
     ),
     "parts of two shapes": (lambda x, w, v: ((w, w[:, :1]), v), ValueError, "w13: got a tuple of"),
+    "a list of parts": (
+        lambda x, w, v: ([w, w], v),
+        TypeError,
+        r"w13: got a list; wanted an array or a tuple of two; pass tuple\(w13\)",
+    ),
+    "lists of numbers": (
+        lambda x, w, v: (w, v.tolist()),
+        TypeError,
+        "w2: got builtins.list; wanted an array",
+    ),
     "integers": (lambda x, w, v: (w.astype(jnp.int32), v), TypeError, "w13: got dtype int32"),
     "codes": (
         lambda x, w, v: (w, jax_ops.quantize_weights(v)),

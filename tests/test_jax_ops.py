@@ -1,5 +1,6 @@
 """The JAX adapter on the CPU: bitwise equal results under jit, gradients, JAX's transformations."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from jax_cases import (
     RNG,
     SIZES,
     E,
+    F,
     H,
     Q,
     T,
@@ -30,7 +32,7 @@ from jax_cases import (
 )
 
 import fp8moe
-from fp8moe import Activation
+from fp8moe import Activation, RouterConfig
 from fp8moe.record_trees import map_arrays
 
 
@@ -228,12 +230,86 @@ def test_numpy_array_to_add_to_in_a_program():
     assert_same(fp8moe.quantize(X), to_numpy(jax.jit(lambda x: jax_ops.quantize(x, out=codes))(X)))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_one_array_to_add_to_twice(jit):
+    """JAX's arrays are immutable, so one of them may be given for several sums."""
+    w13, w2 = weights(BF16)
+    dy, into = RNG.standard_normal((T, H)).astype(BF16), np.ones((E, F, H), np.float32)
+    _, saved = fp8moe.moe_forward(X, w13, w2, IDS, PROBS, recipe="fp8_flow")
+    wanted = fp8moe.moe_backward(saved, dy, dw13=(into.copy(), into.copy()))
+
+    def function(saved, dy, into):
+        return jax_ops.moe_backward(saved, dy, dw13=(into, into)), into
+
+    grads, same = (jax.jit(function) if jit else function)(*to_jax((saved, dy, into)))
+    assert_same(wanted, to_numpy(grads))
+    np.testing.assert_array_equal(same, into)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_array_to_add_to_that_is_also_an_input(jit):
+    x, dy, (w13, w2) = X.astype(np.float32), RNG.standard_normal((T, H)).astype(np.float32), weights()
+    _, saved = fp8moe.moe_forward(x, w13, w2, IDS, PROBS, recipe="bf16")
+    wanted = fp8moe.moe_backward(saved, dy, dw2=w2.copy())
+
+    def function(saved, dy):
+        return jax_ops.moe_backward(saved, dy, dw2=saved.w2)
+
+    assert_same(wanted, to_numpy((jax.jit(function) if jit else function)(*to_jax((saved, dy)))))
+
+
 def test_quantize_weights_with_out():
     w = weights()[0]
     again = jitted(lambda w, q: jax_ops.quantize_weights(w, out=q), w, fp8moe.quantize_weights(w * 3))
     assert_same(fp8moe.quantize_weights(w), again)
     eager = jax_ops.quantize_weights(to_jax(w), out=to_jax(fp8moe.quantize_weights(w * 3)))
     assert_same(fp8moe.quantize_weights(w), to_numpy(eager))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_counts_as_numbers(kind, jit):
+    """The result has exactly the rows that they count, also in a program."""
+    rows, counts = RNG.standard_normal((13, H)).astype(np.float32), kind([3, np.int64(0), 9, 1])
+    padded = fp8moe.pad(rows, counts, 8)
+    for verb, x, wanted in ((jax_ops.pad, rows, padded), (jax_ops.unpad, padded, rows)):
+        function = functools.partial(verb, tokens_per_expert=counts, align_size=8)
+        y, back = jax.vjp(jax.jit(function) if jit else function, to_jax(x))
+        np.testing.assert_array_equal(y, wanted)
+        np.testing.assert_array_equal(back(y)[0], x)
+
+
+def test_traced_counts_in_a_list_raise():
+    with pytest.raises(TypeError, match=r"tokens_per_expert: got .*Tracer; wanted an integer"):
+        jax.jit(lambda n: jax_ops.pad(jnp.ones((T, H)), [n, n], 8))(1)
+
+
+NUMPY_SCALARS = {
+    "plan_topk": ((IDS, np.int64(E)), {"align_size": np.int32(16)}),
+    "quantize": ((X,), {"block": (np.int64(1), 128), "pow2": np.bool_(True), "eps": np.float32(0.5)}),
+    "pad": ((X, SIZES, np.int64(16)), {"num_out_tokens": np.int64(96)}),
+    "sort_chunks": ((X, SIZES, ORDER), {"keep_rest": np.bool_(True)}),
+    "route": ((PROBS, RouterConfig(1)), {"num_sequences": np.int64(2)}),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY_SCALARS)
+def test_numpy_scalars_in_a_program(name):
+    (x, *args), options = NUMPY_SCALARS[name]
+    wanted = getattr(fp8moe, name)(x, *args, **options)
+    assert_same(wanted, jitted(lambda x: getattr(jax_ops, name)(x, *args, **options), x))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set])
+def test_names_of_gradients_in_a_program(kind):
+    def function(x, w13, w2):
+        names = kind(["dx", "dprobs"])
+        y, saved = jax_ops.moe_forward(x, w13, w2, IDS, PROBS, recipe="fp8_flow", gradients=names)
+        return jax_ops.moe_backward(saved, y, gradients=names)
+
+    grads = jitted(function, X, *weights(BF16))
+    assert grads.dw13 is grads.dw2 is None
+    assert grads.dx.shape == X.shape
 
 
 def test_reading_values_while_tracing_raises():
