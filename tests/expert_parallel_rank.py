@@ -451,6 +451,10 @@ def refusals(comm):
     others = put(np.ones((4, 2), np.float32 if RANK == 1 else np.float64))
     with pytest.raises(ValueError, match=r"topk_probs, of bfloat16.*nothing was sent"):
         expert_parallel.dispatch(x, ids, others, E, comm)
+    chunks, comm.overlap_chunks = comm.overlap_chunks, 1 + RANK
+    with pytest.raises(ValueError, match=r"overlap_chunks: rank .*nothing was sent"):
+        expert_parallel.dispatch(x, ids, probs, E, comm)
+    comm.overlap_chunks = chunks
     with pytest.raises(ValueError, match="num_experts"):
         expert_parallel.dispatch(x, ids, probs, E + 1, comm)
     with pytest.raises(ValueError, match="room: got 0"):

@@ -31,6 +31,7 @@ from fp8moe.expert_parallel.protocols import (
     Transport,
     backward_of,
     capacity_of,
+    chunks_of,
     implements,
     with_spare,
 )
@@ -108,6 +109,7 @@ def prepare_dispatch(
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
         # of two dtypes, the padding of a message makes rows of equal size
         f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
+        "overlap_chunks": chunks_of(comm),
     }
     transport: Any = comm
     if capacity is not None:
