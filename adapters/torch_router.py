@@ -22,7 +22,12 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
-from fp8moe.adapters.torch_operation import mm_without_autocast, on_hopper, refuse_transforms
+from fp8moe.adapters.torch_operation import (
+    check_tensor,
+    mm_without_autocast,
+    on_hopper,
+    refuse_transforms,
+)
 from fp8moe.adapters.torch_sharding import local_of, own_part
 from fp8moe.router import add_product
 
@@ -177,6 +182,7 @@ def route(
     (1, 1.0)
     """
     refuse_transforms("route")
+    check_tensor("logits", logits)
     bias = None if expert_bias is None else expert_bias.detach()
     return Routed(*_route_with_grad(logits.contiguous(), bias, _scalars_of(config), num_sequences))
 

@@ -246,6 +246,11 @@ def test_the_torch_function_has_the_librarys_gradients(compiled):
     assert same_bits(x.grad.numpy(), wanted)
 
 
+def test_the_torch_function_takes_tensors():
+    with pytest.raises(TypeError, match="logits: got ndarray; wanted a tensor"):
+        torch_ops.route(np.ones((3, 4), np.float32), RouterConfig(2))
+
+
 def test_a_router_module_balances_by_its_bias():
     """With the update of arXiv 2408.15664 the most selected expert is selected less often."""
     torch.manual_seed(0)
