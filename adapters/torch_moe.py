@@ -338,13 +338,14 @@ class FP8FlowMoE(nn.Module):
         """Quantise the weights now and keep the FP8 copies.
 
         Forwards without gradients use the copies until a forward with gradients runs or a change of the
-        weights is detected, including optimizer steps. Writes through ``.data`` (also by PEFT's merging) or
-        other memory, collectives such as ``torch.distributed.broadcast``, and replays of a CUDA graph that
-        contains an optimizer step, cannot be detected and require another call, as do writes to the shards of
-        ``fully_shard`` other than an optimizer's or ``load_state_dict``'s; and with ``process_group=``
-        operations of ``torch._foreach`` and an in-place ``torch.distributed.checkpoint.load``. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
-        that was captured with kept copies reads the new ones: they are written to the same memory, and a
-        backward that still needs the old ones raises.
+        weights is detected, including optimizer steps. Not detected, and to be followed by another call, are
+        writes through ``.data`` (also by PEFT's merging) or other memory; collectives such as
+        ``torch.distributed.broadcast``; replays of a CUDA graph that contains an optimizer step; writes to
+        the shards of ``fully_shard`` other than an optimizer's or ``load_state_dict``'s; with
+        ``process_group=`` operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``. Inside
+        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
+        copies reads the new ones: they are written to the same memory, and a backward that still needs the
+        old ones raises.
 
         Raises
         ------
@@ -492,9 +493,9 @@ class FP8FlowMoE(nn.Module):
         copies, capturing = self._copies, _capturing(self.w13)
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self._scopes:
-            requested = copies is not None and copies.requested
-            if recording or not requested or not usable or copies.recorded or copies.changed(self):  # type: ignore[union-attr]
-                if recording or requested:  # otherwise for later forwards with is_first_microbatch=False
+            requested = copies if copies is not None and copies.requested else None
+            if recording or requested is None or not usable or requested.recorded or requested.changed(self):
+                if recording or requested is not None:  # micro-batches may go on with theirs
                     self._release_copies()
                 return self._quantize_copies()
         elif first or not usable:
@@ -611,8 +612,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     RuntimeError
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
         optimizer, ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
-        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``, and of
-        DTensors in-place operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``.
+        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``, and
+        of DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``.
 
     Examples
     --------
