@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
@@ -28,7 +30,7 @@ from fp8moe.adapters.torch_library import (
     refuse_export,
 )
 from fp8moe.docstrings import differentiable_in, docstring_of
-from fp8moe.record_trees import METADATA_TYPES
+from fp8moe.record_trees import METADATA_TYPES, arrays_in
 from fp8moe.records import Options
 
 Core = TypeVar("Core", bound=Callable[..., Any])
@@ -93,10 +95,14 @@ def operation(
                     return result
         for name in without:
             if values[name] != defaults[name]:
-                raise TypeError(
-                    f"{name}: got one in compiled code or with fake tensors; wanted {defaults[name]}, "
-                    "the only value that the operator supports; call it outside of torch.compile"
-                )
+                values = {n: detached(v) for n, v in values.items()}
+                return unrecorded(core, values, f"{name}: got one", f"{defaults[name]}")
+        plan = values.get("plan")
+        if isinstance(plan, PermutationPlan) and not isinstance(plan.data, Tensor):
+            raise TypeError(
+                f"plan: got one of {type(plan.data).__module__}.{type(plan.data).__qualname__}; wanted one "
+                f"of torch tensors, as {first} is; make it by torch_ops.plan_topk or another of its plans"
+            )
         arguments = [values[n] for n in names]
         tensors = run(*map(detached, arguments) if gradient is None else arguments)
         if build is None:
@@ -113,14 +119,18 @@ def operation(
             )
         requiring = [n for n in names if torch.is_grad_enabled() and _requires_grad(values[n])]
         if requiring and codes is None:
-            core(**{n: detached(v) for n, v in values.items()})  # raises if it takes no codes at all
+            if not is_recorded(values):
+                core(**{n: detached(v) for n, v in values.items()})  # raises if it takes no codes at all
             raise TypeError(
                 f"{requiring[0]}: got a tensor that requires grad with {first} as codes; wanted "
                 f"floating-point {first}; pass {requiring[0]}.detach()"
             )
         if requiring and codes is not None:
             return codes(call, values)
-        return core(**values) if isinstance(rows, QuantTensor) else None
+        if not isinstance(rows, QuantTensor):
+            return None
+        wanted = f"a tensor of values or codes, such as fp8moe.dequantize({first})"
+        return unrecorded(core, values, f"{first}: got a QuantTensor", wanted)
 
     call = public(core, traced, () if gradient is None else gradient.of, note)
     return call
@@ -188,6 +198,39 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
             raise _not_a_tensor(name, value)
 
     return call  # type: ignore[no-any-return]
+
+
+def is_recorded(values: Values) -> bool:
+    """Whether a call becomes part of a graph of operators, or has tensors without memory: in torch.compile,
+    make_fx or torch.export, or with fake tensors."""
+    if torch.compiler.is_dynamo_compiling() or records_operators():
+        return True
+    return any(isinstance(a, (FakeTensor, FunctionalTensor)) for a in arrays_in(tuple(values.values())))
+
+
+def unrecorded(function: Callable[..., Any], values: Values, got: str, wanted: str) -> Any:
+    """The result of a call that no operator stands for: a graph break in compiled code.
+
+    got, wanted: the argument for which there is no operator, and the values for which there is one.
+
+    Raises TypeError in make_fx and torch.export, whose graph would have the result as a constant, and with
+    fake tensors.
+    """
+    if not is_recorded(values):
+        return function(**values)
+    problem = (
+        f"{got}, for which there is no operator; wanted {wanted}; call it outside of "
+        "torch.compile(fullgraph=True), make_fx, torch.export and fake tensors"
+    )
+    if not torch.compiler.is_dynamo_compiling():
+        raise TypeError(problem)
+    torch._dynamo.graph_break(problem)
+    return _uncompiled(function, values)
+
+
+@torch.compiler.disable  # also of the functions that it calls
+def _uncompiled(function: Callable[..., Any], values: Values) -> Any:
+    return function(**values)
 
 
 def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callable[[Any], Any]:

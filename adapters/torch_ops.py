@@ -26,9 +26,11 @@ from fp8moe.adapters.torch_operation import (
     Values,
     check_float,
     documented,
+    is_recorded,
     operation,
     public,
     refuse_transforms,
+    unrecorded,
 )
 from fp8moe.formats import COLUMN_BLOCK, round_up
 from fp8moe.plan import is_exact, places, plan_spec
@@ -64,9 +66,11 @@ __all__ = [
 
 def _exact_plan(function: Any, values: Values) -> Any:
     """Plans whose row count is read back by the host; they cannot be part of a compiled graph."""
-    rows = values["num_out_tokens"]
-    exact = is_exact(rows) or (rows is None and values.get("topk", 0) is None)
-    return function.__wrapped__(**values) if exact else None
+    rows, by_default = values["num_out_tokens"], values.get("topk", 0) is None
+    if is_exact(rows) or (rows is None and by_default):
+        wanted = "an int" if by_default else "an int, or None for the static bound"
+        return unrecorded(function.__wrapped__, values, f"num_out_tokens: got {rows!r}{_READS}", wanted)
+    return None
 
 
 def _by_topk(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
@@ -93,6 +97,7 @@ def _by_index_map(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
     return replace(plan_spec(tokens, *sizes, has_slots=True), data=data)
 
 
+_READS = ", which reads the row count back"
 _EXACT = 'num_out_tokens="exact" reads the row count back, which causes a graph break in compiled code.'
 _DATA: Any = attrgetter("data")
 plan_topk = operation(fp8moe.plan_topk, Tensor, _by_topk, results=_DATA, prepare=_exact_plan, note=_EXACT)
@@ -200,11 +205,11 @@ sort_chunks = operation(
 )
 
 
-def _counts_as_tensor(function: Any, values: Values) -> None:
+def _counts_as_tensor(function: Any, values: Values) -> Any:
     """Converts counts in a list to a tensor; the number of rows is then known."""
     counts, rows = values["tokens_per_expert"], values["num_out_tokens"]
     if isinstance(values["x"], QuantTensor):
-        return
+        return None
     if isinstance(counts, (list, tuple)):
         align_size = checks.integer("align_size", values["align_size"], 1)
         counts = [checks.integer("tokens_per_expert", c, 0) for c in counts]
@@ -212,11 +217,10 @@ def _counts_as_tensor(function: Any, values: Values) -> None:
             rows = sum(round_up(c, align_size) if function is pad else c for c in counts)
         counts = torch.tensor(counts, dtype=torch.int32, device=values["x"].device)
         values.update(tokens_per_expert=counts, num_out_tokens=rows)
-    elif is_exact(rows) and torch.compiler.is_compiling():
-        raise ValueError(
-            'num_out_tokens: got "exact", which reads the counts back, in compiled code; wanted an int, or '
-            "None for the static bound"
-        )
+    elif is_exact(rows) and is_recorded(values):
+        wanted = "an int, or None for the static bound"
+        return unrecorded(function, values, f"num_out_tokens: got {rows!r}{_READS}", wanted)
+    return None
 
 
 def _padding_gradient(name: str) -> Gradient:
@@ -332,7 +336,8 @@ def quantize_weights(
     )
     options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
     if out is not None:
-        return fp8moe.quantize_weights(weights if isinstance(x, tuple) else weights[0], **options, out=out)
+        options |= {"x": weights if isinstance(x, tuple) else weights[0], "out": out}
+        return unrecorded(fp8moe.quantize_weights, options, "out: got one", "None")  # type: ignore[no-any-return]
     data, scales, column_data, column_scales = _quantize_weights(list(weights), *options.values())
     return Quantized(
         QuantTensor(data, scales, fmt, (128, 128)),

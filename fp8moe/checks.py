@@ -135,10 +135,11 @@ def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:
         raise TypeError(f"{name}: got a bool; wanted an integer from {low} to {high}")
     if type(value) in SYMBOLIC_TYPES:  # a compiler's symbol: checked at run time
         return value  # type: ignore[no-any-return]
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: got {type(value).__name__}; wanted an integer") from None
+    if type(value) is not int:  # Dynamo's symbols are of type int, which operator.index would make constants
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}: got {type(value).__name__}; wanted an integer") from None
     if not low <= value <= high:
         raise ValueError(f"{name}: got {value}; wanted an integer from {low} to {high}")
     return value

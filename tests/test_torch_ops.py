@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 from cases import same_bits
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import fp8moe
@@ -401,6 +404,91 @@ def test_compiled_with_any_sizes():
             assert torch.equal(a, b), sizes
 
 
+def test_row_counts_computed_from_sizes_compile_once():
+    def rows(x, ids):
+        n = ids.shape[0]
+        index_map = torch.arange(2 * n, dtype=torch.int32)
+        row_map = torch.stack([index_map[:n], 0 * index_map[:n], 0 * index_map[:n] + 1], 1)
+        plans = [
+            torch_ops.plan_topk(ids, E, num_out_tokens=2 * n),
+            torch_ops.plan_routing_map(ids > 0, num_out_tokens=2 * n),
+            torch_ops.plan_index_map(index_map, 2, num_out_tokens=2 * n),
+            torch_ops.plan_row_map(row_map, num_out_tokens=n),
+        ]
+        moved = torch_ops.permute_and_pad(x, ids, align_size=1, num_experts=E, num_out_tokens=2 * n).data
+        return [moved] + [torch_ops.permute(x, plan).data for plan in plans]
+
+    torch._dynamo.reset()
+    backend = CompileCounter()
+    run = torch.compile(rows, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in (9, 10, 12):
+        x, ids = torch.randn(tokens, H), torch.randint(0, E, (tokens, K), dtype=torch.int32)
+        for a, b in zip(run(x, ids), rows(x, ids), strict=True):
+            assert torch.equal(a, b)
+    assert backend.frame_count == 1
+
+
+SIZES, ORDER = torch.tensor([1, 3]), torch.tensor([1, 0])
+WITHOUT_OPERATOR = {  # functions of x [4, 256], and the argument that has no operator
+    "permute": (lambda x: torch_ops.permute(torch_ops.quantize(x), plan_of(x)).data.data, "x"),
+    "unpermute": (lambda x: torch_ops.unpermute(torch_ops.quantize(x), plan_of(x)), "x"),
+    "sort_chunks": (lambda x: torch_ops.sort_chunks(torch_ops.quantize(x), SIZES, ORDER).data.data, "x"),
+    "pad": (lambda x: torch_ops.pad(torch_ops.quantize(x), SIZES, 4).data, "x"),
+    "pad by a list": (lambda x: torch_ops.pad(torch_ops.quantize(x), [1, 3], 4).data, "x"),
+    "exact topk": (lambda x: plan_of(x, "exact").data, "num_out_tokens"),
+    "exact mask": (lambda x: torch_ops.plan_routing_map(x[:, :2] > 0).data, "num_out_tokens"),
+    "exact rows": (
+        lambda x: torch_ops.permute_and_pad(x, x[:, :2] > 0, align_size=1).data,
+        "num_out_tokens",
+    ),
+    "exact pad": (lambda x: torch_ops.pad(x, SIZES, 4, num_out_tokens="exact"), "num_out_tokens"),
+    "out": (
+        lambda x: (
+            torch_ops.quantize_weights(x[None], out=torch_ops.quantize_weights(0 * x[None])).rowwise.data
+        ),
+        "out",
+    ),
+    "columnwise": (lambda x: torch_ops.quantize(x, columnwise=True).columnwise.data, "columnwise"),
+    "transposed": (lambda x: torch_ops.swiglu_quantize(x, transposed=True).columnwise.data, "transposed"),
+}
+
+
+def plan_of(x, rows=4):
+    return torch_ops.plan_topk((x[:, :1] > 0).int(), 2, num_out_tokens=rows)
+
+
+@pytest.mark.parametrize("name", WITHOUT_OPERATOR)
+def test_calls_without_an_operator(name):
+    """A graph break in compiled code; an error where a graph would have the result as a constant."""
+    function, argument = WITHOUT_OPERATOR[name]
+    module = torch.nn.Module()
+    module.forward = function
+    refused = pytest.raises(TypeError, match=f"{argument}: got .* no operator; wanted .*; call it outside")
+    with refused:
+        make_fx(function)(torch.randn(4, 256))
+    with refused, FakeTensorMode(allow_non_fake_inputs=True):
+        function(torch.randn(4, 256))
+    with refused:
+        torch.export.export(module, (torch.randn(4, 256),), strict=False)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{argument}: got .* no operator; wanted "):
+        compiled(function)(torch.randn(4, 256))
+    run = torch.compile(function, backend="aot_eager")
+    for _ in range(2):
+        x = torch.randn(4, 256)
+        assert torch.equal(run(x), function(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of any graph break after which gradients flow
+@pytest.mark.parametrize("grad", [False, True])
+def test_exact_padding_compiled(grad):
+    x = torch.randn(4, H, requires_grad=grad)
+    torch._dynamo.reset()
+    padded = torch.compile(torch_ops.pad, backend="aot_eager")(x, SIZES, 4, num_out_tokens="exact")
+    assert torch.equal(padded, torch_ops.pad(x, SIZES, 4, num_out_tokens="exact"))
+    assert padded.requires_grad == grad
+
+
 def test_a_mask_of_no_experts_a_token_compiled():
     mask = torch.ones(4, E, dtype=torch.bool)
 
@@ -572,6 +660,10 @@ def test_validation_errors_name_the_argument():
         torch_ops.quantize(None)
     with pytest.raises(TypeError, match=r"x: got numpy\.ndarray; wanted a torch tensor"):
         torch_ops.permute(np.ones((T, H)), plans()[0])
+    of_numpy = fp8moe.plan_topk(routing().numpy(), E)
+    assert torch_ops.permute(torch.ones(T, H), of_numpy).data.shape == (of_numpy.num_out_tokens, H)
+    with pytest.raises(TypeError, match=r"plan: got one of numpy\.ndarray; wanted one of torch tensors"):
+        torch_ops.permute(torch.ones(T, H, requires_grad=True), of_numpy)
     with pytest.raises(TypeError, match="x: got a QuantTensor; wanted a plain array"):
         torch_ops.quantize(fp8moe.quantize(torch.ones(4, 128)))
     with pytest.raises(TypeError, match="h: got None; wanted an array"):
