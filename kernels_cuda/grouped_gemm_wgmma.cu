@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
     for (WorkTile tile = order.tile(s); tile.number < work.all;) {
       const bool whole = work.halves(tile.number) == 2;
       const u32 parity = order.turn & 1u;
-      if (GATHER) {
+      if (GATHER) {  // handed over during the next tile: 3 to 7 % less time; not gathered up to 3 % more
         const bool any = order.turn != 0;
         const Finished previous(s, sums, group, any ? parity ^ 1u : 0u);
         if (whole)
