@@ -483,17 +483,17 @@ def test_float32_is_the_sum_of_three_bfloat16_parts():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_routers_gradient_of_rows_is_added_alike_in_compiled_code(backend):
-    """Inductor would round a product to bfloat16 before it adds it."""
+    """As an operator: of torch's addmm Inductor may round the product to bfloat16 before it adds it."""
     addend, a, b = (torch.randn(*shape).bfloat16() for shape in [(30, 16), (30, 24), (24, 16)])
     torch.library.opcheck(_sum.op, (addend, a, b), test_utils=("test_schema", "test_faketensor"))
 
     def call(addend, a, b):
-        return _sum(addend, a, b) * 2
+        return _sum(addend, a, b)
 
     torch.compiler.reset()
     for rows in (addend, addend.repeat(1, 2)[:, ::2]):
         actual = torch.compile(call, fullgraph=True, backend=backend)(rows, a, b)
-        assert torch.equal(actual, torch.addmm(rows, a, b) * 2)
+        assert torch.equal(actual, torch.addmm(rows, a, b))
         assert actual.is_contiguous()
 
 
