@@ -249,7 +249,8 @@ def _same_shape(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @operator("add_product", fake=_same_shape)
 def _sum(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """addend + a @ b, rounded once: by `fp8moe.router.add_product` where it has a kernel, as that does not
-    copy addend first. An operator, because Inductor would round the product before it adds."""
+    copy addend first. An operator, because Inductor may round addmm's product before it
+    adds."""
     if on_hopper(a) and all(_fits_kernel(t) for t in (addend, a, b)):
         return add_product(addend, a, b)  # type: ignore[no-any-return]
     return torch.addmm(addend, a, b)

@@ -168,13 +168,14 @@ def as_shard(value: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
     """A state dict's value, with all experts or this rank's as a plain tensor, sharded like the weight."""
     if not isinstance(w, DTensor) or type(value) not in (Tensor, nn.Parameter) or not is_whole(w, mesh):
         return value
-    if value.shape == w.shape:  # a copy: with assign=True, a view would keep all experts in memory
-        value = value.detach()[own_part(w)].clone()
-    elif value.shape != w.to_local().shape:
+    device = value.device if w.device.type == "meta" else w.device
+    if value.shape == w.shape:  # with assign=True, a view would keep all experts in memory
+        local = value.detach()[own_part(w)].to(device, copy=True)
+    elif value.shape == w.to_local().shape:
+        local = value.to(device)
+    else:
         return value
-    if w.device.type != "meta":
-        value = value.to(w.device)
-    return DTensor.from_local(value, w.device_mesh, EXPERTS, run_check=False)
+    return DTensor.from_local(local, w.device_mesh, EXPERTS, run_check=False)
 
 
 def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:

@@ -154,17 +154,15 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
         else
           multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote,
                                       HandOver<1>{previous, any});
-        order.done(s);
-        tile = order.tile(s);
       } else {
         if (whole)
           multiply<true, false, true>(s, turn, group, 2, steps, LastStep{}, scales_of, promote, Nothing{});
         else
           multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote, Nothing{});
-        order.done(s);
-        tile = order.tile(s);  // before the hand-over, which hides the latency
-        hand_over(s, sums, group, parity);
       }
+      order.done(s);
+      tile = order.tile(s);  // before the hand-over, which hides the latency
+      if (!GATHER) hand_over(s, sums, group, parity);
     }
     if (GATHER && order.turn != 0) hand_over(s, sums, group, order.turn & 1u ^ 1u);
   }

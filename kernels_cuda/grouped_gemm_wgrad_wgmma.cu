@@ -235,9 +235,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           *(float2*)(to + 8 * j) = make_float2(sums[0][4 * j], sums[0][4 * j + 1]);
           *(float2*)(to + 8 * j + 8 * WIDE_PITCH / 4) = make_float2(sums[0][4 * j + 2], sums[0][4 * j + 3]);
         }
-        fence_async();
-        __syncwarp();
-        if (lane < ARRIVING) barrier_arrive_here(s.made);
+        hand_over(s, 0);
         return;
       }
 #pragma unroll
@@ -273,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         clear();
         multiply<false, true, false>(s, turn, group, halves, steps, last, scales_of, promote, Nothing{});
       } else if (steps <= last.partial(steps)) {
-        clear();  // in a condition of its own it becomes a select per accumulator and tile: 3 % more time
+        clear();  // under a condition of its own it becomes a select per accumulator and tile: 2 to 3 % of time
         multiply<false, false, false>(s, turn, group, halves, steps, last, scale_of, promote_all, Nothing{});
       } else if (halves == 2) {
         multiply<false, false, true>(s, turn, group, 2, steps, last, scale_of, promote_all, Nothing{});

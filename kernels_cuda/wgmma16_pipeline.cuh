@@ -122,12 +122,6 @@ __device__ __forceinline__ At wait_for_buffer(const Shared& s, u32 group, u32 ph
   return at_of(s.tile) + (own ? group * PART_BYTES : 0);
 }
 
-__device__ __forceinline__ void hand_over(const Shared& s, u32 group) {
-  fence_async();
-  __syncwarp();
-  if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.made[group]);
-}
-
 // Hands a warpgroup's accumulators, as 16-bit values of TYPE BF16 or F16, to the store warps. ADDEND: adds
 // the bfloat16 values that these have loaded to the same place.
 template <int WIDTH, int TYPE>

@@ -237,11 +237,6 @@ struct Finished {
                         to_bf16x2(d[4], d[5]), to_bf16x2(d[6], d[7]));
     }
   }
-  __device__ __forceinline__ void pass_on() const {
-    fence_async();
-    __syncwarp();
-    if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(s.made);
-  }
 };
 
 // For multiply: hands over the tile before, if there is one, while the products of the next one's first
@@ -255,7 +250,7 @@ struct HandOver {
     if (HALVES == 1) tile.stage(1);
   }
   __device__ __forceinline__ void after() const {
-    if (any) tile.pass_on();
+    if (any) hand_over(tile.s, 0);
   }
 };
 
@@ -266,6 +261,6 @@ __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2
   const Finished tile(s, sums, group, parity);
   tile.stage(0);
   tile.stage(1);
-  tile.pass_on();
+  hand_over(s, 0);
 }
 #endif

@@ -291,6 +291,14 @@ __device__ __forceinline__ Location find_rows(const Shared& s, const Work& work,
   return at;
 }
 
+// Called by the consumer warps of a part of a finished tile that they have written to its staging buffer:
+// hands it over to the store warps.
+__device__ __forceinline__ void hand_over(const Shared& s, u32 part) {
+  fence_async();
+  __syncwarp();
+  if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.made[part]);
+}
+
 // Called by the two store warps: TMA stores of one part of a finished tile of 16-bit values, up to `count`
 // rows of min(bytes, max_bytes) bytes, to rows `pitch` bytes apart.
 __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count, int bytes, int max_bytes,

@@ -22,7 +22,7 @@ from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 
 UINT8 = np.dtype(np.uint8)
 MOST_PLACES = 3  # slots per row up to which `pack_by_rank` packs unquantised rows in one pass
-FLOATS = ("bfloat16", "float16", "float32", "float64")
+FLOATS = tuple(dtype.name for dtype in checks.FLOATS)
 FORMS = (*FLOATS, "e4m3", "e5m2", "e2m1")  # row formats of messages
 
 
