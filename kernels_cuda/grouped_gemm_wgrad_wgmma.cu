@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         clear();
         multiply<false, true, false>(s, turn, group, halves, steps, last, scales_of, promote, Nothing{});
       } else if (steps <= last.partial(steps)) {
-        clear();  // under a condition of its own it becomes a select per accumulator and tile: 2 to 3 % of time
+        clear();  // under a condition of its own a select per accumulator and tile: 2 to 3 % of time
         multiply<false, false, false>(s, turn, group, halves, steps, last, scale_of, promote_all, Nothing{});
       } else if (halves == 2) {
         multiply<false, false, true>(s, turn, group, 2, steps, last, scale_of, promote_all, Nothing{});
