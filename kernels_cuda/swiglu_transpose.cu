@@ -37,9 +37,9 @@ struct Share {
         j((u32)kept(threadIdx.x % 8)),
         inside(threadIdx.x / 8 % 2 * 32 + threadIdx.x / 16 % 8 * STEPS + threadIdx.x / 128 * 64),
         row(tile_row * TILE + inside) {}
-  // Offset of the codes of vector j in `Made`; the next row's are TILE bytes after them, vector j + 8's
-  // are 64.
-  __device__ __forceinline__ u32 codes_at() const { return place_of_row(inside) + j * 8; }
+  // Offset of the codes of vector j in `Made`; the next row's are TILE bytes after them. Those of vector j +
+  // 8 differ in the bit of 64.
+  __device__ __forceinline__ u32 codes_at() const { return place_of(inside, j / 2) + j % 2 * 8; }
   // Address of vector j of the tile in the lane's first row. pitch: bytes per row.
   __device__ __forceinline__ const u8* values_of(const void* x, u32 pitch) const {
     return kept((const u8*)x + (u64)row * pitch + (column * 16 + j) * BYTES);
@@ -137,11 +137,12 @@ __device__ __forceinline__ float make_blocks(float (*x)[16], float by, u32 j, At
     if (!normal) both = factor, largest = product * factor;
   }
   of_blocks(both, factors);
+  const At far = to ^ 64;
   store_words_at<0>(to, encode_eight(x[0], factors[0], FMT));
-  store_words_at<64>(to, encode_eight(x[0] + 8, factors[0], FMT));
+  store_words_at<0>(far, encode_eight(x[0] + 8, factors[0], FMT));
   if (BLOCKS == 2) {
     store_words_at<sizeof(Made)>(to, encode_eight(x[1], factors[1], FMT));
-    store_words_at<sizeof(Made) + 64>(to, encode_eight(x[1] + 8, factors[1], FMT));
+    store_words_at<sizeof(Made)>(far, encode_eight(x[1] + 8, factors[1], FMT));
   }
   return largest <= ENCODED_AS_ZERO ? -scale : scale;
 }
@@ -174,11 +175,10 @@ __device__ __forceinline__ void write_no_rows(const Share& own, const Written& t
 // longer.
 __device__ __forceinline__ void write_rows(const Made& made, const Share& own, u32 block, const Written& to) {
   const u32 r = threadIdx.x / 8, piece = threadIdx.x % 8;
-  const u8* from = made.codes + place_of_row(r) + piece * 16;
   u8* out = to.row(own.tile_row * TILE + r, block) + piece * 16;
 #pragma unroll
   for (u32 i = 0; i < TILE; i += BLOCK_THREADS / 8)
-    __stcs((uint4*)(out + (u64)i * (to.blocks * TILE)), *(const uint4*)(from + place_of_row(i)));
+    __stcs((uint4*)(out + (u64)i * (to.blocks * TILE)), *(const uint4*)(made.codes + place_of(r + i, piece)));
 }
 
 // Of a normal power of two; 0 has the next smaller one.

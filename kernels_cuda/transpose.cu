@@ -126,7 +126,7 @@ __device__ __forceinline__ int copy_tile(const Tile& tile, const u8* codes, cons
   const u32 t = threadIdx.x, inside = t / 8 * 8, column = tile.column * TILE + t % 8 * 16;
   const u32 pitch = kept((u32)columns);
   const u8* from = kept(codes + column);
-  const At at = kept(at_of(to) + place_of_row(inside) + t % 8 * 16);
+  const At at = kept(at_of(to) + place_of(inside, t % 8));
   int rows[8];
   find_rows(tile, source, inside, rows);
 #pragma unroll
@@ -176,7 +176,7 @@ __device__ __forceinline__ bool any_nonzero(const u8* row) {
 // A key is a row's exponent and, below, its place. The row of the largest exponent usually has non-zero
 // codes, which one read of a warp shows; otherwise each thread examines its row.
 __device__ __forceinline__ int set_factors(int e, Scaled* made, int (&tops)[4]) {
-  const u32 t = threadIdx.x, place = place_of_row(t);
+  const u32 t = threadIdx.x, place = t * TILE;
   auto set = [&](int top) {
     const int target = final_target(top >> 16, MX);
     made->set_factors(t, e, target);
@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   store_scale(to, tile, power_of_two(target), blocks != 0);
   write_tile(tile, made, to);
 #else
-  __shared__ __align__(16) u8 in[TILE_BYTES];
+  __shared__ __align__(128) u8 in[TILE * TILE];
   __shared__ __align__(16) int exponents[PARTS][TILE];
   __shared__ Spread spreads[4];
   const int row = copy_tile(tile, codes, source, columns, in);
