@@ -185,8 +185,8 @@ def moe_experts_permuted(
         As in `moe_experts`.
     align_size : int
         Each expert's rows in x are padded to a multiple of this number, with rows and probs of zeros;
-        tokens_per_expert may include the padding or not. With a multiple of 128 the FP8 recipes read x in
-        place; otherwise they pad it in one additional pass.
+        tokens_per_expert may include the padding or not. The FP8 recipes accept multiples of 128, with which
+        they read x in place, and 1, with which they pad it in one additional pass.
     fp8_weights : tuple of two Quantized, or None
         As in `moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
@@ -247,6 +247,7 @@ def _moe_experts(
     """`moe_experts` and `moe_experts_permuted`, which passes counts as ids."""
     refuse_transforms(name)
     checks.choice("recipe", options.recipe, RECIPES)
+    checks.choice("recompute", options.recompute, (None, "moe_expert"))
     checks.choice("backend", options.backend, BACKENDS)
     check_limit(options.num_sms)
     check_float("x", x)
@@ -271,6 +272,11 @@ def _experts_in_dtype(
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
     weights: list[Any] = _checked_weights(w13, w2, bias13, recipe, halves)
+    experts_here = _check_sizes(x, weights, bias2)
+    if align_size:
+        checks.shape("tokens_per_expert", ids, (experts_here,))
+    if recipe == "bf16":  # before a bias is appended, which would be rounded to the weights' dtype
+        weights = [tuple(p.to(dtype) for p in w) if isinstance(w, tuple) else w.to(dtype) for w in weights]
     if explicit and not torch.compiler.is_compiling():
         _check_backend(x, weights, options, dtype)
     unchanged = recipe == "fp8_flow" and bias13 is None
@@ -283,7 +289,7 @@ def _experts_in_dtype(
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
-        weights = [w.to(dtype).contiguous() for w in weights]
+        weights = [w.contiguous() for w in weights]
     if fp8_weights is not None:
         _check_fp8_weights(fp8_weights, weights, halves)
     operands: Any = fp8_weights or weights
@@ -377,7 +383,8 @@ def _gathered_bias(bias2: Tensor, comm: Any) -> Tensor:
 
 
 def _probs_by_expert(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
-    """[T, E]: sum of a token's probabilities for each expert."""
+    """[T, E], at least float32: sum of a token's probabilities for each expert."""
+    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
     valid = (ids >= 0) & (ids < experts)
     shares = probs.new_zeros(ids.shape[0], experts)
     return shares.scatter_add(1, torch.where(valid, ids, 0).long(), torch.where(valid, probs, 0))
@@ -438,6 +445,9 @@ def quantize_fp8_weights(
 def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
     """Raises if fp8_weights do not have the shapes that `_quantized` gives; otherwise only a backward would
     fail."""
+    if len(fp8_weights) != 2 or not all(isinstance(w, Quantized) for w in fp8_weights):
+        kinds = ", ".join(type(w).__name__ for w in fp8_weights)
+        raise TypeError(f"fp8_weights: got ({kinds}); wanted the two Quantized of quantize_fp8_weights")
     for name, codes, w in zip(("w13", "w2"), fp8_weights, weights, strict=True):
         if isinstance(w, Quantized):
             expected = tuple(w.columnwise.shape)
@@ -521,10 +531,29 @@ def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halv
     if len(parts) > halves:
         raise ValueError("w13: got two tensors; wanted one of [E, F, H] for an activation without a gate")
     width = parts[0].shape[1] * len(parts)
+    if bias13 is not None:
+        check_float("bias13", bias13)
+        checks.shape("bias13", bias13, (parts[0].shape[0], width))
     if isinstance(w2, Tensor) and halves * w2.shape[2] != width:
         ffn = width // halves
         raise ValueError(f"w2: got shape {list(w2.shape)}; wanted [E, H, {ffn}], for the {width} rows of w13")
     return [tuple(parts) if len(parts) == 2 else parts[0], w2]
+
+
+def _check_sizes(x: Tensor, weights: list[Any], bias2: Tensor | None) -> int:
+    """Checks sizes that torch's operations would broadcast or report without a name; returns the number of
+    experts."""
+    w13, w2 = weights
+    first = w13[0] if isinstance(w13, tuple) else w13
+    experts, hidden = experts_of(first), x.shape[-1]
+    if isinstance(first, Tensor):
+        checks.shape("w13", first, ("E", "F" if isinstance(w13, tuple) else "2F", hidden))
+    if isinstance(w2, Tensor):
+        checks.shape("w2", w2, (experts, hidden, "F"))
+    if bias2 is not None:
+        check_float("bias2", bias2)
+        checks.shape("bias2", bias2, (experts, hidden))
+    return experts
 
 
 def _ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
@@ -550,7 +579,6 @@ def _joined_weights(weights: list[Any], bias13: Tensor | None, recipe: str, halv
         w2 = pad(w2, (0, missing))
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if bias13 is not None:
-        check_float("bias13", bias13, 2)
         before, ones, after = _bias_columns(gate_up.shape[2], recipe)
         if missing:
             bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)

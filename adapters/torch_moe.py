@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, RouterConfig, checks
@@ -182,7 +183,8 @@ class FP8FlowMoE(nn.Module):
                 f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
                 'pass recipe="fp8_flow", which pads with zeros'
             )
-        if not 0 < topk <= num_experts:
+        num_experts, topk = checks.integer("num_experts", num_experts, 1), checks.integer("topk", topk, 1)
+        if topk > num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute = recipe, recompute
@@ -196,11 +198,13 @@ class FP8FlowMoE(nn.Module):
             raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, accepted))}")
         if router is True:
             router = RouterConfig(topk, renormalize=normalize_probs)
-        elif router and (router.topk != topk or not normalize_probs):
-            raise ValueError(
-                f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; wanted "
-                "the same topk, and the RouterConfig's renormalize in place of normalize_probs"
-            )
+        elif router is not False:
+            checks.options("router", router, RouterConfig)
+            if router.topk != topk or not normalize_probs:
+                raise ValueError(
+                    f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; "
+                    "wanted the same topk, and the RouterConfig's renormalize in place of normalize_probs"
+                )
         self.router = Router(hidden, num_experts, router, **options) if router else None
         self._ranks = ranks = Ranks(
             process_group,
@@ -285,16 +289,20 @@ class FP8FlowMoE(nn.Module):
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
         refuse_transforms("FP8FlowMoE")
+        if is_first_microbatch is not None:
+            is_first_microbatch = checks.flag("is_first_microbatch", is_first_microbatch)
         check_float("x", x)
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
-        self._check_weights()
+        weights = self.w13, self.w2  # read once: a parametrization may compute other values at each access
+        self._check_weights(*weights)
         if self._has_explicit_backend() and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
+            self._check_router()
             routed = self.route(tokens)
             if len(routed) != 3:
                 raise ValueError(
@@ -304,7 +312,7 @@ class FP8FlowMoE(nn.Module):
             tokens, topk_ids, topk_probs = routed
         check_tensor("topk_ids", topk_ids)
         check_float("topk_probs", topk_probs)
-        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
+        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
@@ -339,13 +347,13 @@ class FP8FlowMoE(nn.Module):
 
         Forwards without gradients use the copies until a forward with gradients runs or a change of the
         weights is detected, including optimizer steps. Not detected, and to be followed by another call, are
-        writes through ``.data`` (also by PEFT's merging) or other memory; collectives such as
-        ``torch.distributed.broadcast``; replays of a CUDA graph that contains an optimizer step; writes to
-        the shards of ``fully_shard`` other than an optimizer's or ``load_state_dict``'s; with
-        ``process_group=`` operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``. Inside
-        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
-        copies reads the new ones: they are written to the same memory, and a backward that still needs the
-        old ones raises.
+        writes through ``.data`` (also by PEFT's merging) or other memory; writes to weights made under
+        ``torch.inference_mode``; collectives such as ``torch.distributed.broadcast``; replays of a CUDA graph
+        that contains an optimizer step; writes to the shards of ``fully_shard`` other than an optimizer's or
+        ``load_state_dict``'s; with ``process_group=`` operations of ``torch._foreach`` and
+        ``torch.distributed.checkpoint.load``. Inside `weights_unchanged` the new copies replace the
+        context's. A CUDA graph that was captured with kept copies reads the new ones: they are written to the
+        same memory, and a backward that still needs the old ones raises.
 
         Raises
         ------
@@ -413,22 +421,23 @@ class FP8FlowMoE(nn.Module):
         super().__setstate__(state)
         self._handle = handle_of(self)
 
-    def _experts(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
+    def _experts(
+        self, x: Tensor, ids: Tensor, probs: Tensor, weights: tuple[Tensor, Tensor], first: bool | None
+    ) -> Tensor:
         if not torch.compiler.is_compiling():
-            return self._run_eagerly(x, ids, probs, first)
+            return self._run_eagerly(x, ids, probs, weights, first)
         if self.recipe == "bf16":
-            return self._in_bf16(x, ids, probs)
+            return self._in_bf16(x, ids, probs, weights)
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
-        return self._multiply(x, ids, probs, self._compiled_copies(first))
+        return self._multiply(x, ids, probs, weights, self._compiled_copies(weights, first))
 
-    def _check_weights(self) -> None:
+    def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
         would mean no expert, and torch's grouped product reads weights on the meta device as if they had
         values."""
         shapes = (self.activation.columns(self.ffn), self.hidden), (self.hidden, self.ffn)
-        for name, shape in zip(("w13", "w2"), shapes, strict=True):
-            w = getattr(self, name)
+        for name, w, shape in zip(("w13", "w2"), (w13, w2), shapes, strict=True):
             check_float(name, w)
             experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
             if w.shape != (experts, *shape):
@@ -436,6 +445,16 @@ class FP8FlowMoE(nn.Module):
                     f"{name}: got shape {list(w.shape)}; wanted {[experts, *shape]}, by the layer's "
                     "num_experts, hidden and ffn; make a layer of the weights' sizes and load them"
                 )
+
+    def _check_router(self) -> None:
+        """Checks the router's weight, as `_check_weights`: ids beyond the layer's experts would mean no
+        expert."""
+        w, wanted = getattr(self.router, "weight", None), (self.num_experts, self.hidden)
+        if isinstance(w, Tensor) and w.shape != wanted:
+            raise ValueError(
+                f"router.weight: got shape {list(w.shape)}; wanted {list(wanted)}, by the layer's "
+                "num_experts and hidden"
+            )
 
     def _has_explicit_backend(self) -> bool:
         """Whether a backend or num_sms was given."""
@@ -457,17 +476,25 @@ class FP8FlowMoE(nn.Module):
 
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     @torch.compiler.disable
-    def _run_eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
+    def _run_eagerly(
+        self, x: Tensor, ids: Tensor, probs: Tensor, weights: tuple[Tensor, Tensor], first: bool | None
+    ) -> Tensor:
         if self.recipe == "bf16":
-            return self._in_bf16(x, ids, probs)
-        weights = self.w13, self.w2
+            return self._in_bf16(x, ids, probs, weights)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
-        return self._multiply(x, ids, probs, self._copies_of_forward(recording, first))
+        return self._multiply(x, ids, probs, weights, self._copies_of_forward(weights, recording, first))
 
-    def _multiply(self, x: Tensor, ids: Tensor, probs: Tensor, copies: list[Quantized]) -> Tensor:
+    def _multiply(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        copies: list[Quantized],
+    ) -> Tensor:
         return experts(
             x.contiguous(),
-            *self._own_experts(),
+            *self._own_experts(*weights),
             ids.contiguous(),
             probs.contiguous(),
             copies,
@@ -478,26 +505,28 @@ class FP8FlowMoE(nn.Module):
             num_sms=self.num_sms,
             comm=self._ranks.comm,
             ffn=self.ffn if self.ffn % FP8_BLOCK[1] else None,
-            parameters=(self.w13, self.w2),
+            parameters=weights,
             handle=self._handle,
             collector=self._collector if self.collect_stats else None,
         )
 
-    def _own_experts(self) -> tuple[Tensor, Tensor]:
+    def _own_experts(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         mesh = self._ranks.mesh
-        return own_experts("w13", self.w13, mesh), own_experts("w2", self.w2, mesh)
+        return own_experts("w13", w13, mesh), own_experts("w2", w2, mesh)
 
     # ---- FP8 weight copies of a forward
 
-    def _copies_of_forward(self, recording: bool, first: bool | None) -> list[Quantized]:
-        copies, capturing = self._copies, _capturing(self.w13)
+    def _copies_of_forward(
+        self, weights: tuple[Tensor, Tensor], recording: bool, first: bool | None
+    ) -> list[Quantized]:
+        copies, capturing = self._copies, _capturing(weights[0])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self._scopes:
             requested = copies if copies is not None and copies.requested else None
             if recording or requested is None or not usable or requested.recorded or requested.changed(self):
                 if recording or requested is not None:  # micro-batches may go on with theirs
                     self._release_copies()
-                return self._quantize_copies()
+                return self._quantize_copies(weights)
         elif first or not usable:
             if first is False:
                 raise RuntimeError(
@@ -506,13 +535,13 @@ class FP8FlowMoE(nn.Module):
                 )
             copies = self._keep_copies()
         elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
-            raise _changed_error(changed)
+            raise _changed_error(changed, is_parametrized(self, changed))
         assert copies is not None
         copies.captured |= capturing
         copies.recorded |= recording
         return copies.records
 
-    def _compiled_copies(self, first: bool | None) -> list[Quantized]:
+    def _compiled_copies(self, weights: tuple[Tensor, Tensor], first: bool | None) -> list[Quantized]:
         if first is not None:
             raise ValueError(
                 f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
@@ -525,8 +554,7 @@ class FP8FlowMoE(nn.Module):
                 return copies.records
         elif copies is not None:
             self._release_copies()
-        weights = self._own_experts()
-        return list(quantize_fp8_weights(*weights, activation=self.activation))
+        return list(quantize_fp8_weights(*self._own_experts(*weights), activation=self.activation))
 
     def _keep_copies(self, requested: bool = False) -> _Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
@@ -543,7 +571,8 @@ class FP8FlowMoE(nn.Module):
             target = old.records
         if target is None:
             self._copies = old = None  # releases the old copies first, to avoid holding two sets
-        new = _Copies(self, self._quantize_copies(target), requested, captured=target is not None)
+        codes = self._quantize_copies((self.w13, self.w2), target)
+        new = _Copies(self, codes, requested, captured=target is not None)
         if target is not None:  # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(new.tensors)
         self._copies = new
@@ -551,12 +580,14 @@ class FP8FlowMoE(nn.Module):
             _layers_with_copies.add(self)
         return new
 
-    def _quantize_copies(self, target: list[Quantized] | None = None) -> list[Quantized]:
+    def _quantize_copies(
+        self, weights: tuple[Tensor, Tensor], target: list[Quantized] | None = None
+    ) -> list[Quantized]:
         # not inference tensors, because a backward could not use them
         with torch.inference_mode(False), torch.no_grad():
             out = None if target is None else (target[0], target[1])
-            weights = self._own_experts()
-            return list(quantize_fp8_weights(*weights, activation=self.activation, out=out))
+            own = self._own_experts(*weights)
+            return list(quantize_fp8_weights(*own, activation=self.activation, out=out))
 
     def _release_copies(self) -> None:
         """Drops the kept copies, or only invalidates them if a captured graph reads them."""
@@ -565,13 +596,13 @@ class FP8FlowMoE(nn.Module):
         else:
             self._copies = None
 
-    def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        weights = self._own_experts()
+    def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor, parameters: tuple[Tensor, Tensor]) -> Tensor:
+        weights = self._own_experts(*parameters)
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
-        has_main_grad = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
+        has_main_grad = any(main_grad_of(w) is not None for w in parameters)
         if (
             not self._has_explicit_backend()
             and self.hidden % 8 == self.ffn % 8 == 0
@@ -579,7 +610,7 @@ class FP8FlowMoE(nn.Module):
         ):
             return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
         options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
-        options |= {"handle": self._handle, "parameters": (self.w13, self.w2)}
+        options |= {"handle": self._handle, "parameters": parameters}
         return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
 
 
@@ -605,15 +636,19 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     Parameters
     ----------
     model : Module
-        A layer, or a module that contains layers.
+        A layer, or a module that contains layers. Nothing else is affected: `moe_experts`, and transformers'
+        experts with this library's implementation, quantise plain weights in every forward.
 
     Raises
     ------
+    TypeError
+        For anything else than a module.
     RuntimeError
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
         optimizer, ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
-        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``, and
-        of DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``.
+        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``; of
+        DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``; and in-place
+        operations on weights made under ``torch.inference_mode``.
 
     Examples
     --------
@@ -627,6 +662,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     >>> nbytes > 0, layer.fp8_weight_nbytes
     (True, 0)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a ModuleList of layers")
     layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
     entered = []
     try:
@@ -661,7 +698,13 @@ def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
     if not layer_copies:
         return
-    written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # optimizers skip parameters without a gradient; of one that requires it, the gradient may be elsewhere
+    written = {
+        id(p)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad or p.grad is not None
+    }
     for layer, copies in layer_copies:
         if not written.isdisjoint(id(w) for _, w in copies.weights_of(layer)):
             copies.overwritten = True
@@ -724,7 +767,13 @@ def _local_tensor_of(w: Tensor) -> Tensor:
     return w._local_tensor if isinstance(w, DTensor) else w
 
 
-def _changed_error(name: str) -> RuntimeError:
+def _changed_error(name: str, parametrized: bool = False) -> RuntimeError:
+    if parametrized:
+        return RuntimeError(
+            f"{name}: got a weight that a parametrization has computed anew, as PEFT's target_parameters do "
+            "in each forward, although it was declared unchanged; wanted the same weight; leave "
+            "weights_unchanged(), or merge the adapter into the weights before it"
+        )
     return RuntimeError(
         f"{name}: got changed weights although they were declared unchanged; wanted the same weights; leave "
         "weights_unchanged() before the optimizer's step, or pass is_first_microbatch=True after it"

@@ -23,6 +23,7 @@ from fp8moe import Routed, RouterConfig
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch_operation import (
+    check_float,
     check_tensor,
     mm_without_autocast,
     on_hopper,
@@ -134,6 +135,10 @@ class Router(nn.Module):
         TypeError, ValueError
             As in `fp8moe.route`.
         """
+        check_float("x", x, 2)
+        check_float("weight", self.weight, 2)  # one on meta would select experts by undefined numbers
+        if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"x: got shape {list(x.shape)}; wanted [T, {self.weight.shape[1]}]")
         return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences, pass_rows)
 
     def extra_repr(self) -> str:

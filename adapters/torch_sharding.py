@@ -215,13 +215,18 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     max_norm : float
         Maximum norm.
     norm_type : float
-        Order of the norm.
+        Order of the norm, positive or infinite.
 
     Returns
     -------
     Tensor, scalar
         The norm before clipping, over all ranks' experts and this rank's plain tensors, which are equal on
         all ranks.
+
+    Raises
+    ------
+    ValueError
+        For another order.
 
     Examples
     --------
@@ -232,6 +237,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     >>> clip_grad_norm_(w, 1.0).item(), w.grad.norm() <= 1
     (5.0, tensor(True))
     """
+    if not norm_type > 0:  # a norm of norms of order 0 would count meshes
+        raise ValueError(f"norm_type: got {norm_type}; wanted a positive number")
     parameter_list = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups = _by_mesh([p for p in parameter_list if p.grad is not None])
     norms = []

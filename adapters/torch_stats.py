@@ -59,7 +59,7 @@ class LayerStats:
     x : TensorStats
         Input of the layer.
     a : TensorStats or None
-        Activation between the two products; None if ``recompute`` does not save it.
+        Activation between the two products; None if ``recompute`` or a gradient of w2 only does not save it.
     dy : TensorStats or None
         Gradient of the output; None before a backward.
     """

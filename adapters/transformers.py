@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, get_args
 
 import numpy as np
@@ -203,18 +204,37 @@ def _key_of(experts: Any) -> Any:
         (type(experts)._apply_gate, vars(experts).get("_apply_gate")),
     )
     if isinstance(act, nn.Module):
-        return gates, _settings(experts), type(act), _settings(act)
+        of_act = ((type(m), _settings(m), _functions(m)) for m in act.modules())
+        return gates, _settings(experts), *of_act
     return gates, _settings(experts), act
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
     """Names and values of the module's plain attributes, except whether it is in training."""
-    if _OLD_DYNAMO and torch.compiler.is_compiling():
-        values: Any = [(n, getattr(module, n)) for n in _attributes(id(module))]
-    else:
-        values = vars(module).items()
     # the sets make a compiler treat floats as constants
+    values = _values(module)
     return tuple((n, *{v}) for n, v in values if isinstance(v, (int, float, str)) and n != "training")
+
+
+def _functions(module: nn.Module) -> tuple[Any, ...]:
+    """Names of the module's attributes that are functions, and what identifies these: not a bound method's
+    module, nor which of several equal partial objects it is."""
+    functions: list[Any] = []
+    for name, v in _values(module):
+        if isinstance(v, functools.partial):
+            functions.append((name, v.func, v.args, *v.keywords.items()))
+        elif isinstance(v, MethodType):
+            functions.append((name, v.__func__))
+        elif isinstance(v, (FunctionType, BuiltinFunctionType)):
+            functions.append((name, v))
+    return tuple(functions)
+
+
+def _values(module: nn.Module) -> Any:
+    """Names and values of the module's attributes."""
+    if _OLD_DYNAMO and torch.compiler.is_compiling():
+        return [(n, getattr(module, n)) for n in _attributes(id(module))]
+    return vars(module).items()
 
 
 #: Dynamo of torch 2.11 can neither list a module's attributes nor pass one to a function with a constant
@@ -243,10 +263,12 @@ def _determined(address: int, key: Any) -> Activation:
     if getattr(experts, "has_post_expert_norm", False):
         raise _unsupported(name, "experts with a norm after each expert")
     gated = bool(experts.has_gate)
+    act = getattr(experts, "act_fn", None)
+    if isinstance(act, nn.Module) and any(m._parameters or m._buffers for m in act.modules()):
+        raise _unsupported(name, f"an activation ({type(act).__name__}) with parameters or buffers")
     activated = _activated(experts, _probe(constants), gated)
     activation = _matching(activated.tobytes(), constants, gated)
     if activation is None:
-        act = getattr(experts, "act_fn", None)
         kind = "a gate" if gated else "experts without a gate"
         raise _unsupported(
             name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that matches no Activation"

@@ -278,7 +278,7 @@ def grouped_gemm_wgrad(
         As ``dy``.
     expert_offsets : ArrayLike, int32, [E+1]
         The rows of expert e are offsets[e]:offsets[e+1].
-    out : ArrayLike, float32 or bfloat16, [E, N, K], or None
+    out : ArrayLike, floating point, [E, N, K], or None
         Accumulator: the gradient is added to it in place, and it is returned. None: a new array of ``dtype``.
     dtype : "float32", "bfloat16" or "float64"
         Dtype of a new result.

@@ -277,10 +277,10 @@ def moe_forward(
     Parameters
     ----------
     x : ArrayLike, bfloat16, [T, H]
-        For "bf16" also float32 or float64, which is then the dtype of all tensors.
+        For "bf16" also float16, float32 or float64.
     w13 : ArrayLike or Quantized, [E, 2F, H]
-        In x's dtype or float32; for the FP8 recipes also the result of `quantize_weights`, and F must be a
-        multiple of 128. [E, F, H] for an activation without a gate.
+        For "bf16" in x's dtype. For the FP8 recipes bfloat16, float16 or float32, or the result of
+        `quantize_weights`, and F must be a multiple of 128. [E, F, H] for an activation without a gate.
     w2 : ArrayLike or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : ArrayLike, int32 or int64, [T, k]
@@ -451,9 +451,9 @@ def moe_forward_permuted(
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [N, H]
-        Rows sorted by expert: bfloat16 (for "bf16" also float32 or float64), or, for the FP8 recipes,
-        row-wise codes with block (1, 128), which are used as they are. Rows past the last expert's belong to
-        no expert.
+        Rows sorted by expert: bfloat16 (for "bf16" also float16, float32 or float64), or, for the FP8
+        recipes, row-wise codes with block (1, 128), which are used as they are; for "fp8_flow" with w13's
+        gradient, their scales must be powers of two. Rows past the last expert's belong to no expert.
     w13 : ArrayLike or Quantized, [E, 2F, H]
         As for `moe_forward`.
     w2 : ArrayLike or Quantized, [E, H, F]
@@ -619,7 +619,7 @@ def experts_backward(
     ffn: int | None = None,
 ) -> MoEGrads:
     """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
-    _check_backward(saved, dy, dw13, dw2, dtype, ffn)
+    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
     dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
     return MoEGrads(dx, dprobs, dw13, dw2)
@@ -630,7 +630,7 @@ def experts_backward_input(
     saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
 ) -> tuple[Any, Any, SavedForWeights]:
     """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
-    _check_dy(saved, dy)
+    _check_dy(saved, dy, gradients)
     return _backward_input(saved, dy, gradients)
 
 
@@ -687,11 +687,11 @@ def moe_backward(
     dy : ArrayLike or QuantTensor, [T, H]
         Gradient of y, in y's dtype; for the FP8 recipes also row-wise codes with block (1, 128), used as they
         are.
-    dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None, or a tuple of two
+    dw13 : ArrayLike, floating point, [E, 2F, H], or None, or a tuple of two
         Accumulator of w13's gradient, for gradient accumulation over micro-batches: the gradient is added in
         place. For "fp8_flow" also a tuple of two, [E, F, H] each or None, for w1 and w3 separately; the
         result then is a tuple, too.
-    dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
+    dw2 : ArrayLike, floating point, [E, H, F], or None
         Accumulator of w2's gradient, as ``dw13``.
     dtype : "float32", "bfloat16" or "float64"
         Dtype of new weight gradients; "bfloat16" is not allowed with ``overlap_chunks``.
@@ -736,7 +736,7 @@ def moe_backward(
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if comm is None or saved.route is None:
         return experts_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
-    _check_backward(saved, dy, dw13, dw2, dtype, ffn)
+    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn)
     if saved.later:
         _check_sums(dtype, gradients, dw13, dw2)
     total = MoEGrads(None, None, dw13, dw2)
@@ -852,7 +852,7 @@ def moe_backward_input(
     if comm is None or saved.route is None:
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
-    _check_dy(saved, dy)
+    _check_dy(saved, dy, gradients)
     chunk_operands: list[SavedForWeights] = []
     dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, chunk_operands.append)
     return MoEGrads(dx, dprobs, None, None), replace(chunk_operands[0], later=tuple(chunk_operands[1:]))
@@ -873,9 +873,9 @@ def moe_backward_weight(
     ----------
     operands : SavedForWeights
         The second result of `moe_backward_input`. It is only read: calling this function twice adds twice.
-    dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None, or a tuple of two
+    dw13 : ArrayLike, floating point, [E, 2F, H], or None, or a tuple of two
         Accumulator, as for `moe_backward`.
-    dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
+    dw2 : ArrayLike, floating point, [E, H, F], or None
         Accumulator, as for `moe_backward`.
     dtype : "float32", "bfloat16" or "float64"
         Dtype of new gradients.
@@ -1009,22 +1009,27 @@ def _check_comm(comm: Any) -> None:
         )
 
 
-def _check_dy(saved: Saved, dy: Any) -> None:
-    a = enter(dy=dy, w13=saved.w13).args
+def _check_dy(saved: Saved, dy: Any, gradients: Collection[str]) -> None:
+    call = enter(dy=dy, w13=saved.w13)
+    a = call.args
     quantized = saved.recipe != "bf16"
     if isinstance(a.dy, QuantTensor):
         if not quantized:
             raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
         checks.quant_tensor("dy", a.dy, ((1, 128),))
+        if saved.recipe == "fp8_flow" and "dw2" in gradients:  # which transposes dy
+            checks.powers_of_two(call, "dy", a.dy)
     else:
         weight_dtypes = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
         checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else weight_dtypes)
     checks.shape("dy", a.dy, (saved.num_tokens, "H" if a.w13 is None else _hidden(a.w13)))
 
 
-def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
+def _check_backward(
+    saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, gradients: Collection[str], ffn: int | None
+) -> None:
     """Check all arguments of `moe_backward`, before anything is added to dw13 or dw2."""
-    _check_dy(saved, dy)
+    _check_dy(saved, dy, gradients)
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     quantized = saved.recipe != "bf16"
     # the column-wise codes are always saved
@@ -1151,6 +1156,8 @@ def _check_permuted(
                 'x: got a QuantTensor with recipe "bf16"; wanted an array; pass fp8moe.dequantize(x)'
             )
         checks.quant_tensor("x", a.x, ((1, 128),))
+        if recipe == "fp8_flow" and "dw13" in gradients:  # which transposes x
+            checks.powers_of_two(call, "x", a.x)
     experts = _check_rows_and_weights(recipe, activation, a)
     checks.dtype("tokens_per_expert", a.tokens_per_expert, checks.INTEGERS)
     checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))

@@ -109,8 +109,9 @@ def route(
     Parameters
     ----------
     logits : ArrayLike, float32, [T, E]
-        Output of the router's linear layer, E at most 1024. A NaN makes all weights of its token NaN; in the
-        selection it ranks after all numbers.
+        Output of the router's linear layer, E at most 1024. In the selection a NaN ranks after all
+        numbers. It makes NaN of the losses and of its token's weights, with sigmoid scores only if its expert
+        is selected.
     config : RouterConfig
         Score function, groups and weights.
     expert_bias : ArrayLike, float32, [E], or None

@@ -128,6 +128,11 @@ struct Token {
     sum = warp_sum(sum);
     inverse = 1.f / sum;
   }
+  // Sigmoid of a logit; if all logits are negative, divided by e^top. For quotients of scores, whose sum
+  // would not be a normal number with logits below -87.
+  __device__ __forceinline__ float lifted_sigmoid(float logit) const {
+    return top < 0.f ? expf(logit - top) * reciprocal_approx(1.f + expf(logit)) : sigmoid(logit);
+  }
   __device__ __forceinline__ float softmax(float logit) const { return expf(logit - top) * inverse; }
   __device__ __forceinline__ float score(float logit, bool by_sigmoid) const {
     return by_sigmoid ? sigmoid(logit) : softmax(logit);
@@ -219,12 +224,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       if (by_sigmoid) {  // computed twice: the scores of 32 experts per lane exceed the registers
         total = 0.f;
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) total += 32 * i + lane < experts ? sigmoid(x.logits[i]) : 0.f;
+        for (int i = 0; i < PER_LANE; ++i)
+          total += 32 * i + lane < experts ? x.lifted_sigmoid(x.logits[i]) : 0.f;
         total = warp_sum(total);
       }
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i)
-        if (32 * i + lane < experts) shares[i] += x.score(x.logits[i], by_sigmoid) / total;
+        if (32 * i + lane < experts)
+          shares[i] += (by_sigmoid ? x.lifted_sigmoid(x.logits[i]) : x.softmax(x.logits[i])) / total;
       const float z = x.log_sum_exp();
       squares += z * z;
     }
@@ -319,27 +326,30 @@ extern "C" __global__ void __launch_bounds__(128)
     of_chosen = (of_chosen - warp_sum(of_chosen * (chosen / total))) / total;
     if (!valid) of_chosen = 0.f;
   }
-  float scores[PER_LANE], of_scores[PER_LANE], total = 0.f;
+  float scores[PER_LANE], of_scores[PER_LANE];  // by_sigmoid: of_scores times scores
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     scores[i] = 32 * i + lane < experts ? x.score(x.logits[i], by_sigmoid) : 0.f;
     of_scores[i] = 0.f;
-    total += scores[i];
   }
   if (grad_aux) {
     const float by = *grad_aux * aux_coefficient;
     const int* counts = tokens_per_expert + token / length * experts;
-    float mean = 0.f;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
+    for (int i = 0; i < PER_LANE; ++i)
       if (32 * i + lane < experts) of_scores[i] = by * (float)counts[32 * i + lane];
-      mean += of_scores[i] * scores[i];
-    }
     if (by_sigmoid) {  // the auxiliary loss uses scores divided by their sum
-      total = warp_sum(total);
-      mean = warp_sum(mean) / total;
+      float total = 0.f, mean = 0.f;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) of_scores[i] = (of_scores[i] - mean) / total;
+      for (int i = 0; i < PER_LANE; ++i) {
+        const float score = 32 * i + lane < experts ? x.lifted_sigmoid(x.logits[i]) : 0.f;
+        total += score, mean += of_scores[i] * score;
+      }
+      total = warp_sum(total), mean = warp_sum(mean) / total;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i)
+        if (32 * i + lane < experts)
+          of_scores[i] = (of_scores[i] - mean) * (x.lifted_sigmoid(x.logits[i]) / total);
     }
   }
   for (int r = 0; r < topk; ++r) {
@@ -347,18 +357,19 @@ extern "C" __global__ void __launch_bounds__(128)
     const float grad = __shfl_sync(ALL, of_chosen, r);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
-      if (at == 32 * i + lane) of_scores[i] += grad;
+      if (at == 32 * i + lane) of_scores[i] += by_sigmoid ? grad * scores[i] : grad;
   }
   float mean = 0.f;
+  if (!by_sigmoid) {
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) mean += of_scores[i] * scores[i];
-  mean = warp_sum(mean);
+    for (int i = 0; i < PER_LANE; ++i) mean += of_scores[i] * scores[i];
+    mean = warp_sum(mean);
+  }
   const float by_z = grad_z ? *grad_z * z_coefficient * x.log_sum_exp() : 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     if (32 * i + lane >= experts) continue;
-    float grad =
-        by_sigmoid ? of_scores[i] * scores[i] * (1.f - scores[i]) : scores[i] * (of_scores[i] - mean);
+    float grad = by_sigmoid ? of_scores[i] * (1.f - scores[i]) : scores[i] * (of_scores[i] - mean);
     if (grad_z) grad += by_z * x.softmax(x.logits[i]);
     if (!split) {
       ((float*)out)[token * experts + 32 * i + lane] = grad;

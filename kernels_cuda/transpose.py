@@ -36,6 +36,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     blocks = target == "block"
     columns, count = q.data.shape[1], out.scales.shape[1] if blocks else strips_with_scales(out)
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
+    whole &= q.scales.ptr % 4 == 0  # of mx, four are loaded together
     if whole:
         launch(
             "transpose",

@@ -315,6 +315,22 @@ def tiny_values_under_large_probabilities(both):
         assert (np.abs(expected.data.astype(int) - actual.data) <= 1).all()
 
 
+def gates_far_below_zero(both, dtype):
+    """Sigmoids from 2^-100 to the smallest subnormal number, whose products with b are usual numbers."""
+    rng = generator()
+    gates = -(60 + 44 * rng.random((128, 1))).astype(dtype)  # one per row, which has a scale of its own
+    b = (2.0**12 * (1 + rng.random((128, 128)))).astype(dtype)
+    h = np.concatenate([np.repeat(gates, 128, axis=1), b], axis=1)
+    probs = np.full(128, 2.0**100, np.float32)
+    unit = np.abs(gates.astype(np.float64)) * b.astype(np.float64) * 2.0**-149 * 2.0**100
+    for in_one_pass in (False, True):
+        results = both(fp8moe.swiglu_quantize, h, probs, transposed=in_one_pass)
+        expected, actual = (fp8moe.dequantize(q.rowwise if in_one_pass else q) for q in results)
+        assert expected.all(axis=1).mean() > 0.9
+        # the sigmoid is within 2^-20 or one subnormal unit, which may change a code by one, 2^-3 of its value
+        assert (np.abs(actual - expected) <= 2.0**-3 * np.abs(expected) + 1.5 * unit).all()
+
+
 def products_beyond_float32(both):
     """MXFP8 blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
     a = np.zeros((4, 128), np.float32)

@@ -106,10 +106,16 @@ def values(rng, shape, dtype=np.float32, awkward=False):
 
 
 def poisoned(shape, dtype):
-    """An output buffer filled with 0xA5, so that elements that are not written are detected."""
+    """An output buffer filled with `poison`, so that elements that are not written are detected."""
     out = np.empty(shape, dtype)
-    out.reshape(-1).view(np.uint8)[:] = 0xA5
+    out.reshape(-1).view(np.uint8)[:] = poison(dtype)
     return out
+
+
+def poison(dtype):
+    """A byte that makes values unlike any result: NaN, because 0xA5 is -3e-16 in float32 and bfloat16, which
+    is within an absolute tolerance; of integers a large one, because -1 means that there is none."""
+    return 0xA5 if np.issubdtype(dtype, np.integer) else 0xFF
 
 
 def same_bits(a, b):

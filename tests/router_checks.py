@@ -21,6 +21,7 @@ CONFIGS = [
 SIZES = [
     (21, 5, RouterConfig(2)),
     (9, 64, DEEPSEEK),
+    (5, 256, DEEPSEEK),
     (6, 200, RouterConfig(10, "sigmoid")),
     (5, 1000, RouterConfig(32)),
     (33, 96, CONFIGS[3]),
@@ -61,8 +62,8 @@ def weights_of(logits, ids, config):
 def losses_of(logits, ids, config, sequences):
     """(aux_loss, z_loss), by one-hot masks."""
     tokens, experts = logits.shape
-    shares = scores_of(logits, config)
-    shares = shares / shares.sum(1, keepdim=True)
+    by_sigmoid = config.score_function == "sigmoid"  # then not as a quotient: the sum may be zero
+    shares = torch.softmax(torch.nn.functional.logsigmoid(logits) if by_sigmoid else logits, dim=1)
     mask = torch.nn.functional.one_hot(ids, experts).sum(1).double()
     length = tokens // sequences
     fraction = mask.unflatten(0, (sequences, length)).mean(1) * experts / config.topk

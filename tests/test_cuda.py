@@ -45,6 +45,7 @@ from cases import (
     from_float8,
     generator,
     layer_inputs,
+    poison,
     random_rowwise,
     relative,
     routings,
@@ -67,7 +68,7 @@ KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    """All device memory that the library allocates for outputs is filled with 0xA5."""
+    """All device memory that the library allocates for outputs is poisoned."""
     cupy = pytest.importorskip("cupy")
     for kind in {type(f) for f in fp8moe.interop.FRAMEWORKS.values()}:
         if "empty" not in vars(kind):
@@ -77,7 +78,7 @@ def _poisoned_outputs(monkeypatch):
             raw = empty(self, spec, device)
             if isinstance(raw, DeviceArray) and raw.nbytes and device != fp8moe.dispatch.NOWHERE:
                 with cupy.cuda.Device(device):
-                    cupy.cuda.runtime.memsetAsync(raw.ptr, 0xA5, raw.nbytes, self.stream(device))
+                    cupy.cuda.runtime.memsetAsync(raw.ptr, poison(raw.dtype), raw.nbytes, self.stream(device))
             return raw
 
         monkeypatch.setattr(kind, "empty", poisoned)
@@ -88,8 +89,9 @@ def test_outputs_are_poisoned(framework):
     module = pytest.importorskip(framework)
     array = module.zeros(4) if framework == "cupy" else module.zeros(4, device="cuda")
     call = fp8moe.dispatch.enter(x=array)
-    raw = call.empty(fp8moe.records.ArraySpec((7,), np.dtype(np.uint8)))
-    assert (call.to_host(raw) == 0xA5).all()
+    for dtype in (np.dtype(np.uint8), np.dtype(np.float32)):
+        raw = call.empty(fp8moe.records.ArraySpec((7,), dtype))
+        assert (call.to_host(raw).view(np.uint8) == poison(dtype)).all()
 
 
 def upload(value):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import router_checks
 from backend_checks import (
+    gates_far_below_zero,
     gathered_products,
     messages,
     mxfp8_on_both_sides_of_every_boundary,
@@ -91,6 +92,16 @@ def test_permute_with_more_experts_than_a_block_caches(columns):
     rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=150), columns)
 
 
+def test_more_experts_of_a_token_than_a_warp_and_columns_than_a_block_handle_at_once():
+    mask = RNG.random((3, 230)) < 0.95
+    rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=230), 1100)
+
+
+def test_rows_of_a_plan_without_entries():
+    plan = fp8moe.plan_topk(np.full((3, 2), -1, np.int32), 4, align_size=4, num_out_tokens=7)
+    rows_there_and_back(plan, 520)
+
+
 @pytest.mark.parametrize("experts", [1, 5, 150, 1300])
 def test_plans_of_row_maps(experts):
     plan = fp8moe.plan_routing_map(RNG.random((19, experts)) < 0.4, align_size=4)
@@ -118,6 +129,7 @@ def test_rows_of_probabilities_of_zero(by_mask, columns):
     x = values(RNG, (21, columns), BF16)
     probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
     probs[RNG.random(probs.shape) < 0.4] = 0
+    probs[RNG.random(probs.shape) < 0.2] = -(2.0**-149)  # not zero
     probs[0] = -0.0
 
     def moved(x, p, w):
@@ -293,6 +305,29 @@ def test_transpose(fmt, width):
         assert same_bits(expected.scales, actual.scales)
 
 
+@pytest.mark.parametrize("skip", [1, 4])
+@pytest.mark.parametrize("layout", ["compact", "blocked_128x4"])
+def test_transpose_of_scales_at_any_address(monkeypatch, skip, layout):
+    """The fast kernel loads four MXFP8 scales at once, which must not be misaligned."""
+    from fp8moe.kernels_cuda import launch
+
+    cuda_on_cpu.install(monkeypatch)
+    launched, load = [], launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.append(a[1]) or load(*a))
+    q, plan = fp8moe.quantize(values(RNG, (30, 128), BF16), block=(1, 32)), a_plan(30, 3, 2, 32)
+    packed = np.empty(q.scales.size + skip, np.uint8)[skip:].reshape(q.scales.shape)
+    packed[:] = q.scales
+    given = cuda_on_cpu.upload(replace(q, scales=packed))
+    for function, *arguments in ((fp8moe.scaling_aware_transpose,), (fp8moe.permute_transpose, plan)):
+        expected = function(q, *arguments, layout=layout)
+        actual = function(given, *(cuda_on_cpu.upload(a) for a in arguments), layout=layout)
+        end = arguments[0].expert_offsets[-1] if arguments else 30
+        assert same_bits(expected.data[:, :end], cuda_on_cpu.download(actual).data[:, :end])
+        assert same_bits(expected.scales, cuda_on_cpu.download(actual).scales)
+    used = [name for name in launched if name.startswith("scaling_aware_transpose")]
+    assert used == 2 * ["scaling_aware_transpose" + ("_plain" if skip == 1 else "")]
+
+
 @pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])
 def test_dequantize_transposed_blocks(shape):
     weights = fp8moe.quantize(values(RNG, shape, BF16), block=(128, 128), columnwise=True)
@@ -385,6 +420,11 @@ def test_swiglu_transposed_in_the_same_pass(dtype, fmt, activation, rows, offset
 
 def test_swiglu_of_tiny_values_under_large_probabilities():
     tiny_values_under_large_probabilities(both)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
+def test_gates_far_below_zero(dtype):
+    gates_far_below_zero(both, dtype)
 
 
 def test_mxfp8_of_products_beyond_float32():

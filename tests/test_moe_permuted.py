@@ -117,6 +117,32 @@ def test_rows_in_fp8(recipe, align_size):
     assert casts[0] - casts[1] == 2
 
 
+def test_codes_whose_scales_are_no_powers_of_two_are_refused_before_any_work():
+    """The transposes for the weight gradients need powers of two; an accumulator must not be half
+    written."""
+    x, dy = (RNG.standard_normal((256, 128)).astype(BF16) for _ in range(2))
+    w13, w2 = (RNG.standard_normal((2, n, 128)).astype(BF16) for n in (256, 128))
+    counts, probs = np.full(2, 128, np.int32), np.ones(256, np.float32)
+    options = {"align_size": 128, "recipe": "fp8_flow"}
+    codes = fp8moe.quantize(x, pow2=False)
+    with pytest.raises(ValueError, match=r"x\.scales: got .* wanted powers of two"):
+        fp8moe.moe_forward_permuted(codes, w13, w2, counts, probs, **options)
+    for blockwise in ({"recipe": "fp8_blockwise"}, {"gradients": ("dx", "dw2")}):
+        fp8moe.moe_forward_permuted(codes, w13, w2, counts, probs, **{**options, **blockwise})
+    _, saved = fp8moe.moe_forward_permuted(x, w13, w2, counts, probs, **options)
+    dw13, dw2 = np.zeros((2, 256, 128), np.float32), np.zeros((2, 128, 128), np.float32)
+    codes = fp8moe.quantize(dy, pow2=False)
+    for function, sums in (
+        (fp8moe.moe_backward, {"dw13": dw13, "dw2": dw2}),
+        (fp8moe.moe_backward_input, {}),
+    ):
+        with pytest.raises(ValueError, match=r"dy\.scales: got .* wanted powers of two"):
+            function(saved, codes, **sums)
+    assert not dw13.any()
+    assert not dw2.any()
+    fp8moe.moe_backward(saved, codes, gradients=("dx", "dw13"))
+
+
 def test_aligned_rows_are_not_copied():
     inputs, dy = layer_inputs(4)
     _, rows, counts, probs, dys = permuted(inputs, dy, 128, False)

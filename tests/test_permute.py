@@ -73,7 +73,7 @@ def test_permute_moves_every_byte(case, dtype, width, fill, zero_unweighted):
     if not fill:
         untouched = np.ones(plan.num_out_tokens, bool)
         untouched[[e[0] for e in entries]] = False
-        wanted[untouched] = 0xA5
+        wanted[untouched] = bytes_of(poisoned((1, 1), dtype))[0, 0]
         wanted_probs[untouched] = poisoned((1,), np.float32)[0]
     assert same_bits(bytes_of(out.data), wanted)
     assert same_bits(out.probs, wanted_probs)

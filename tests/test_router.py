@@ -1,6 +1,8 @@
 """The router: its selection compared with torch in float64 and with the published models' code, its gradient
 with autograd's, and the CUDA backend with the reference."""
 
+import dataclasses
+
 import cuda_on_cpu
 import numpy as np
 import pytest
@@ -129,6 +131,53 @@ def test_saturated_scores_are_ordered_by_their_logits():
     for function in ("softmax", "sigmoid"):
         actual = fp8moe.route(logits, RouterConfig(3, function))
         assert actual.topk_ids.tolist() == [[1, 2, 0], [3, 1, 2]]
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("largest", [-60.0, -95.0, -120.0, -5000.0])
+def test_losses_of_logits_far_below_zero(function, largest):
+    """The shares of an expert are quotients of scores, which may be subnormal numbers or zeros."""
+    config = RouterConfig(2, function)
+    logits = (largest - np.abs(RNG.standard_normal((6, 8)) * 3)).astype(np.float32)
+    logits[RNG.integers(6)] = RNG.standard_normal(8)  # a token with usual logits
+    grads = np.zeros((6, 2), np.float32), np.ones(1, np.float32)
+
+    def route(logits):
+        routed = fp8moe.route(logits, config, num_sequences=1)
+        counts = {"tokens_per_expert": routed.tokens_per_expert, "grad_aux_loss": upload(grads[1])}
+        return routed, fp8moe.route_backward(upload(grads[0]), logits, routed.topk_ids, config, **counts)
+
+    def upload(a):
+        return a
+
+    x = torch.tensor(logits).double().requires_grad_()
+    results = [route(logits)]
+    if cuda_on_cpu.available:
+        pytest.importorskip("cupy")
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            upload = cuda_on_cpu.upload
+            results.append(cuda_on_cpu.download(route(upload(logits))))
+    for (routed, gradient), bound in zip(results, (2 * UNIT, 200 * UNIT), strict=False):
+        # float64; or 8 scores with errors of 2 units and of the spread of their arguments, and their sums
+        aux, _ = losses_of(x, torch.tensor(routed.topk_ids).long(), config, 1)
+        (wanted,) = torch.autograd.grad(aux, x)
+        np.testing.assert_allclose(routed.aux_loss, [aux.item()], rtol=bound)
+        np.testing.assert_allclose(gradient, wanted.numpy(), rtol=0, atol=bound * wanted.abs().max().item())
+
+
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@pytest.mark.parametrize("experts", [6, 40, 300])
+@pytest.mark.parametrize("config", [RouterConfig(4), RouterConfig(4, "sigmoid"), DEEPSEEK], ids=str)
+def test_ties_and_nan_in_the_kernels(experts, config):
+    """Zeros of both signs are equal, the lower expert is the first, a NaN the last."""
+    pytest.importorskip("cupy")
+    experts += -experts % config.num_groups
+    special = np.array([np.nan, -np.inf, 0.0, -0.0, 1.0, 1.0, 2.0], np.float32)
+    logits = RNG.choice(special, (40, experts), p=[0.05, 0.05, 0.3, 0.3, 0.1, 0.1, 0.1])
+    config = dataclasses.replace(config, topk=min(config.topk, experts // config.num_groups))
+    expected, actual = cuda_on_cpu.both(lambda x: fp8moe.route(x, config), logits)
+    assert same_bits(expected.topk_ids, actual.topk_ids)
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")

@@ -439,6 +439,17 @@ def test_fp8_weights_argument():
             NotImplementedError,
             "bias2: got one with a comm of object without an attribute `group`",
         ),
+        ({"bias13": torch.ones(E, 2 * F + 1)}, ValueError, rf"bias13: got shape .* wanted \[4, {2 * F}\]"),
+        ({"bias13": torch.ones(E, 2 * F).int()}, TypeError, "bias13: got dtype torch.int32"),
+        ({"bias2": torch.ones(2, H)}, ValueError, rf"bias2: got shape \[2, {H}\]; wanted \[4, {H}\]"),
+        ({"bias2": torch.ones(E, 1)}, ValueError, rf"bias2: got shape \[4, 1\]; wanted \[4, {H}\]"),
+        ({"bias2": torch.ones(H)}, ValueError, rf"bias2: got shape \[{H}\]; wanted \[4, {H}\]"),
+        ({"bias2": torch.ones(E, H).int()}, TypeError, "bias2: got dtype torch.int32"),
+        ({"bias2": torch.ones(E, H, device="meta")}, TypeError, "bias2: got a tensor on meta"),
+        ({"recompute": True}, ValueError, "recompute: got True; wanted one of None, 'moe_expert'"),
+        ({"w2": torch.ones(E - 1, H, F)}, ValueError, rf"w2: got shape .* wanted \[4, {H}, F\]"),
+        ({"w2": torch.ones(E, H + 8, F)}, ValueError, rf"w2: got shape .* wanted \[4, {H}, F\]"),
+        ({"x": torch.ones(T, H + 8).bfloat16()}, ValueError, rf"w13: got shape .* wanted \[E, F, {H + 8}\]"),
         ({"recipe": "bf16", "fp8_weights": (1, 2)}, ValueError, 'fp8_weights: got some with recipe "bf16"'),
         ({"activation": "silu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
     ],
@@ -446,8 +457,34 @@ def test_fp8_weights_argument():
 def test_validation_errors(changed, error, words):
     x, w1, w3, w2, ids, probs, _ = problem()
     arguments = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs, **changed}
-    with pytest.raises(error, match=words):
-        moe_experts(**arguments)
+    for recipe in RECIPES if "recipe" not in changed else (changed["recipe"],):
+        with pytest.raises(error, match=words):
+            moe_experts(**{**arguments, "recipe": recipe})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_counts_of_another_number_of_experts_raise(recipe):
+    x, w1, w3, w2, _, probs, _ = problem()
+    counts = torch.tensor([5, 0, 20, T - 25, 0])
+    with pytest.raises(ValueError, match=r"tokens_per_expert: got shape \[5\]; wanted \[4\]"):
+        moe_experts_permuted(x, (w1, w3), w2, counts, probs[:, 0], recipe=recipe)
+
+
+def test_biases_are_not_rounded_before_float32_products():
+    """Neither to the dtype of the weights nor to that of the probabilities."""
+    x, w1, w3, w2, ids, probs, _ = problem()
+    x, ids = x.float(), ids[:, :1].clamp(min=0).repeat(1, 2)  # every token names its expert twice
+    weights = [w.bfloat16() for w in (w1, w3, w2)]
+    biases = torch.randn(E, 2 * F), torch.randn(E, H)
+    options = {"bias13": biases[0], "bias2": biases[1], "recipe": "bf16"}
+    y = moe_experts(x, tuple(weights[:2]), weights[2], ids, probs.bfloat16(), **options)
+    w1, w3, w2 = (w.double()[ids[:, 0]] for w in weights)
+    b1, b3 = (b.double()[ids[:, 0]] for b in biases[0].chunk(2, dim=1))
+    a, b = ((w @ x.double()[:, :, None])[:, :, 0] + bias for w, bias in ((w1, b1), (w3, b3)))
+    out = (w2 @ (torch.nn.functional.silu(a) * b)[:, :, None])[:, :, 0] + biases[1].double()[ids[:, 0]]
+    true = out * probs.bfloat16().double().sum(dim=1, keepdim=True)
+    # sums of H + 1, F and 2 products in float32; a rounding to bfloat16 is 2^-9 of the largest
+    assert (y - true).abs().max() <= (H + F) * 2.0**-24 * 4 * true.abs().max()
 
 
 # ---------------------------------------------------------------- backend and num_sms

@@ -366,10 +366,14 @@ def test_gradient_of_the_input_only_does_not_change_main_grad(mode, call):
         ((256, 128, 4, 5), {}, "topk: got 5"),
         ((256, 128, 4, 2), {"recipe": "fp4"}, "recipe: got 'fp4'"),
         ((256, 128, 4, 2), {"recompute": "all"}, "recompute: got 'all'"),
+        ((256, 128, "4", 2), {}, "num_experts: got str; wanted an integer"),
+        ((256, 128, 4, 2.0), {}, "topk: got float; wanted an integer"),
+        ((256, 128, 4, 2), {"router": "softmax"}, "router: got str; wanted an fp8moe.RouterConfig"),
+        ((256, 128, 4, 2), {"router": None}, "router: got NoneType; wanted an fp8moe.RouterConfig"),
     ],
 )
 def test_validation_errors(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         FP8FlowMoE(*arguments, **options)
 
 
@@ -380,6 +384,8 @@ def test_wrong_tensors_raise(recipe):
     for name, replace, error, message in (
         ("w13", lambda w: w[:2], ValueError, r"got shape \[2, 256, 256\]; wanted \[4, 256, 256\]"),
         ("w2", lambda w: w[:2], ValueError, r"got shape \[2, 256, 128\]; wanted \[4, 256, 128\]"),
+        ("router", lambda w: w[:2], ValueError, r"got shape \[2, 256\]; wanted \[4, 256\]"),
+        ("router", lambda w: w.to("meta"), TypeError, "got a tensor on meta"),
         ("w13", lambda w: w.to("meta"), TypeError, "got a tensor on meta"),
         ("w2", lambda w: w.to("meta"), TypeError, "got a tensor on meta"),
         (
@@ -391,8 +397,10 @@ def test_wrong_tensors_raise(recipe):
         ("w2", lambda w: w.to(torch.float8_e5m2), TypeError, "got dtype torch.float8_e5m2, codes without"),
     ):
         layer = FP8FlowMoE(256, 128, 4, 2, recipe=recipe)
-        setattr(layer, name, torch.nn.Parameter(replace(getattr(layer, name).detach()), requires_grad=False))
-        with pytest.raises(error, match=f"{name}: {message}"):
+        owner, attribute = (layer.router, "weight") if name == "router" else (layer, name)
+        weight = torch.nn.Parameter(replace(getattr(owner, attribute).detach()), requires_grad=False)
+        setattr(owner, attribute, weight)
+        with pytest.raises(error, match=f"{attribute}: {message}"):
             layer(x)
     layer = FP8FlowMoE(256, 128, 4, 2, recipe=recipe, device="meta")
     with pytest.raises(TypeError, match="x: got a tensor on meta"):

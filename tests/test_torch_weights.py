@@ -288,6 +288,45 @@ def test_parametrized_weights_are_kept_only_if_cached():
     assert torch.equal(layer(x), wanted)
 
 
+class Masked(torch.nn.Module):
+    """A parametrization with another random mask at each access."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def forward(self, w):
+        self.masks.append(torch.randint(0, 2, w.shape).to(w))
+        return w * self.masks[-1]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_and_gradient_use_one_evaluation_of_a_parametrized_weight(recipe, compiled):
+    layer, plain, x = module(recipe=recipe), module(recipe=recipe), tokens()
+    masks = {}
+    for name in WEIGHTS:
+        torch.nn.utils.parametrize.register_parametrization(layer, name, Masked())
+        masks[name] = layer.parametrizations[name][0].masks
+        masks[name].clear()
+    if compiled:
+        layer.compile(backend="aot_eager", fullgraph=True)
+        torch.manual_seed(5)
+    y = layer(x)
+    y.sum().backward()
+    for name in WEIGHTS:
+        original = layer.parametrizations[name].original
+        if compiled:  # the masks of the trace are not tensors
+            assert 0.4 < (original.grad == 0).float().mean() < 0.7
+            getattr(plain, name).data = original.detach() * (original.grad != 0)
+        else:
+            (mask,) = masks[name]
+            assert not original.grad[mask == 0].any()
+            getattr(plain, name).data = original.detach() * mask
+    if not compiled:
+        assert torch.equal(plain(x), y)
+
+
 def test_weights_unchanged_for_evaluation(device):
     layer = module(device)
     wanted = [fresh(layer)(tokens(device, seed)).detach() for seed in range(3)]
@@ -344,6 +383,36 @@ def test_changed_weights_in_a_scope_raise(device):
     with torch_moe.weights_unchanged(layer):
         other.step()
         layer(x)
+
+
+def test_frozen_weights_of_an_optimizer_are_unchanged(device):
+    """Optimizers are often given all parameters of a model; they skip those without a gradient."""
+    layer, x = module(device), tokens(device)
+    for name in WEIGHTS:
+        getattr(layer, name).requires_grad_(False)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=True)
+    with torch_moe.weights_unchanged(layer):
+        for _ in range(2):
+            layer(x).sum().backward()
+            optimizer.step()
+    layer.w2.requires_grad_(True)
+    with torch_moe.weights_unchanged(layer):
+        layer(x).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="w13: got changed weights"):
+            layer(x)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (0, TypeError, "is_first_microbatch: got int; wanted True or False"),
+        (np.False_, RuntimeError, "is_first_microbatch: got False, and there are no FP8 copies"),
+    ],
+)
+def test_other_kinds_of_false(value, error, message):
+    with pytest.raises(error, match=message):
+        module()(tokens(), is_first_microbatch=value)
 
 
 def test_is_first_microbatch_false_without_copies_raises(device):

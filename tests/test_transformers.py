@@ -171,6 +171,40 @@ def with_gate_of_its_own(experts):
     experts._apply_gate = lambda h: torch.nn.functional.gelu(h.chunk(2, dim=-1)[0]) * h.chunk(2, dim=-1)[1]
 
 
+def with_new_inner_function(experts):
+    experts.act_fn[0] = torch.nn.GELU()
+
+
+def with_new_inner_setting(experts):
+    experts.act_fn[0].approximate = "tanh"
+
+
+def with_new_attribute(experts):
+    experts.act_fn.act = torch.nn.functional.gelu
+
+
+def with_new_forward(experts):
+    experts.act_fn.forward = torch.nn.functional.gelu
+
+
+class Wrapper(torch.nn.Module):
+    """An activation that calls a function that is its attribute."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        return self.act(x)
+
+
+ACTIVATIONS = {
+    with_new_setting: torch.nn.GELU,
+    with_new_inner_function: lambda: torch.nn.Sequential(torch.nn.SiLU()),
+    with_new_inner_setting: lambda: torch.nn.Sequential(torch.nn.GELU()),
+    with_new_attribute: lambda: Wrapper(torch.nn.functional.silu),
+}
+
 DEEPSEEK = "transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts"
 
 
@@ -183,15 +217,24 @@ DEEPSEEK = "transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Ex
         (QWEN, with_new_setting),
         (DEEPSEEK, with_new_clamp),
         (QWEN, with_gate_of_its_own),
+        (QWEN, with_new_inner_function),
+        (QWEN, with_new_inner_setting),
+        (QWEN, with_new_attribute),
+        (QWEN, with_new_forward),
     ],
 )
 def test_changed_activation_is_detected(experts_class, change, mode):
-    if change is with_gate_of_its_own and mode == "compiled" and torch.__version__ < "2.13":
+    if (
+        change in (with_gate_of_its_own, with_new_forward)
+        and mode == "compiled"
+        and torch.__version__ < "2.13"
+    ):
         pytest.skip("Dynamo of torch 2.11 has no guard on the absence of an attribute")
     torch.compiler.reset()
     experts, arguments = experts_of(*experts_class), routed()
-    if change is with_new_setting:
-        experts.act_fn = torch.nn.GELU()
+    if change in ACTIVATIONS:
+        experts.act_fn = ACTIVATIONS[change]()
+    if change in (with_new_setting, with_new_inner_setting):
         arguments[0].mul_(0.25)  # GELU and its approximation differ by at most 5e-4, where they are about 1
     if mode == "compiled":
         experts.compile(backend="aot_eager", fullgraph=True)
@@ -205,6 +248,42 @@ def test_changed_activation_is_detected(experts_class, change, mode):
     tolerance = 4 * (H + F) * 2.0**-24 * true.abs().max()
     assert (true - before).abs().max() > 2 * tolerance
     assert (actual - true).abs().max() <= tolerance
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("act", ["gelu_pytorch_tanh", "gelu_python", "quick_gelu"])
+def test_compiled_activations_with_functions_as_attributes(act):
+    torch.compiler.reset()
+    experts, arguments = experts_of(*QWEN, hidden_act=act), routed()
+    wanted = results(experts, FP8, *arguments)
+    adapter._activations.clear()
+    experts.compile(backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, results(experts, FP8, *arguments), wanted))
+
+
+def test_activations_of_two_layers_are_told_apart():
+    """Also if they are modules of one class, which call other modules or functions."""
+    arguments = routed()
+    for acts in (
+        [torch.nn.Sequential(a()) for a in (torch.nn.SiLU, torch.nn.GELU)],
+        [Wrapper(a) for a in (torch.nn.functional.silu, torch.nn.functional.gelu)],
+        [Wrapper(a) for a in (torch.nn.SiLU(), torch.nn.GELU())],
+    ):
+        for act in acts:
+            experts = experts_of(*QWEN)
+            experts.act_fn = act
+            actual, true = (results(experts, i, *arguments)[0] for i in (BF16, "eager"))
+            assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+
+
+def test_activation_with_parameters_is_refused():
+    """Its gradients would be lost."""
+    experts = experts_of(*QWEN, _experts_implementation=FP8)
+    experts.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.PReLU(init=1.0))
+    with pytest.raises(
+        NotImplementedError, match=r"got an activation \(Sequential\) with parameters or buffers"
+    ):
+        experts(*routed()[:3])
 
 
 @pytest.mark.filterwarnings("ignore")

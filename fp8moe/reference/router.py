@@ -35,7 +35,7 @@ def route(logits: np.ndarray, expert_bias: np.ndarray | None, *, config: Any, ou
     sequences, length = len(out.tokens_per_expert), tokens // len(out.tokens_per_expert)
     counts = np.zeros((sequences, experts), np.int64)
     np.add.at(counts, (np.arange(tokens)[:, None] // max(length, 1), ids), 1)
-    sums = _shares(scores).reshape(sequences, length, experts).sum(axis=1)
+    sums = _shares(logits, scores, config.score_function).reshape(sequences, length, experts).sum(axis=1)
     out.tokens_per_expert[:] = counts
     out.aux_loss[:] = (counts * sums).sum() * aux_coefficient(tokens, sequences, experts, config.topk)
     out.z_loss[:] = (_log_sum_exp(logits) ** 2).sum() / max(tokens, 1)
@@ -68,14 +68,14 @@ def route_backward(
         sequences = len(tokens_per_expert)
         by = float(grad_aux_loss[0]) * aux_coefficient(tokens, sequences, experts, config.topk)
         of_shares = by * np.repeat(tokens_per_expert.astype(np.float64), tokens // sequences, axis=0)
-        if config.score_function == "sigmoid":
-            mean = (of_shares * _shares(scores)).sum(axis=1, keepdims=True)
-            of_shares = (of_shares - mean) / scores.sum(axis=1, keepdims=True)
-        of_scores += of_shares
-    if config.score_function == "sigmoid":
-        grad = of_scores * scores * (1 - scores)
+        shares = _shares(logits, scores, config.score_function)
+        of_logits = shares * (of_shares - (of_shares * shares).sum(axis=1, keepdims=True))
     else:
-        grad = scores * (of_scores - (of_scores * scores).sum(axis=1, keepdims=True))
+        of_logits = np.zeros_like(scores)
+    if config.score_function == "sigmoid":
+        grad = (of_scores * scores + of_logits) * (1 - scores)
+    else:
+        grad = scores * (of_scores - (of_scores * scores).sum(axis=1, keepdims=True)) + of_logits
     if grad_z_loss is not None:
         by = float(grad_z_loss[0]) * 2 / max(tokens, 1)
         grad += by * _log_sum_exp(logits)[:, None] * _scores(logits, "softmax")
@@ -104,8 +104,14 @@ def _scores(logits: np.ndarray, function: str) -> np.ndarray:
         return x / x.sum(axis=1, keepdims=True)
 
 
-def _shares(scores: np.ndarray) -> np.ndarray:
-    """A token's scores normalised to sum to 1, as softmax scores are."""
+def _shares(logits: np.ndarray, scores: np.ndarray, function: str) -> np.ndarray:
+    """A token's scores normalised to sum to 1, as softmax scores are. Before that, sigmoid scores of tokens
+    with negative logits only are divided by e^(largest logit), because their sum may be zero in float64."""
+    if function == "sigmoid":
+        top = logits.max(axis=1, keepdims=True, initial=-np.inf).astype(np.float64)
+        with np.errstate(all="ignore"):
+            lifted = np.exp(logits - top) / (1 + np.exp(logits.astype(np.float64)))
+        scores = np.where(top < 0, lifted, scores)
     return scores / scores.sum(axis=1, keepdims=True)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import SEED
+from cases import SEED, poison
 
 from fp8moe import dispatch, interop
 from fp8moe.kernels_cuda import compiler
@@ -133,7 +133,7 @@ class Device(interop.Framework):
 
     def empty(self, spec, device):
         host = np.empty(spec.shape, spec.dtype)
-        host.view(np.uint8).fill(0xA5) if host.ndim else None
+        host.view(np.uint8).fill(poison(spec.dtype)) if host.ndim else None
         return raw(host)
 
     def wrap(self, value):
