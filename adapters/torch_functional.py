@@ -272,9 +272,9 @@ def _experts_in_dtype(
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
     weights: list[Any] = _checked_weights(w13, w2, bias13, recipe, halves)
-    experts_here = _check_sizes(x, weights, bias2)
+    num_experts = _check_sizes(x, weights, bias2)
     if align_size:
-        checks.shape("tokens_per_expert", ids, (experts_here,))
+        checks.shape("tokens_per_expert", ids, (num_experts,))
     if recipe == "bf16":  # before a bias is appended, which would be rounded to the weights' dtype
         weights = [tuple(p.to(dtype) for p in w) if isinstance(w, tuple) else w.to(dtype) for w in weights]
     if explicit and not torch.compiler.is_compiling():

@@ -449,11 +449,11 @@ class FP8FlowMoE(nn.Module):
     def _check_router(self) -> None:
         """Checks the router's weight, as `_check_weights`: ids beyond the layer's experts would mean no
         expert."""
-        w, wanted = getattr(self.router, "weight", None), (self.num_experts, self.hidden)
-        if isinstance(w, Tensor) and w.shape != wanted:
+        wanted = self.num_experts, self.hidden
+        if isinstance(self.router, Router) and self.router.weight.shape != wanted:
             raise ValueError(
-                f"router.weight: got shape {list(w.shape)}; wanted {list(wanted)}, by the layer's "
-                "num_experts and hidden"
+                f"router.weight: got shape {list(self.router.weight.shape)}; wanted {list(wanted)}, by the "
+                "layer's num_experts and hidden"
             )
 
     def _has_explicit_backend(self) -> bool:

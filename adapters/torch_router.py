@@ -138,7 +138,10 @@ class Router(nn.Module):
         check_float("x", x, 2)
         check_float("weight", self.weight, 2)  # one on meta would select experts by undefined numbers
         if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
-            raise ValueError(f"x: got shape {list(x.shape)}; wanted [T, {self.weight.shape[1]}]")
+            hidden = self.weight.shape[1]
+            raise ValueError(
+                f"x: got shape {list(x.shape)}; wanted [T, {hidden}]; pass x.reshape(-1, {hidden})"
+            )
         return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences, pass_rows)
 
     def extra_repr(self) -> str:

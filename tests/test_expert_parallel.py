@@ -533,3 +533,10 @@ def test_other_deep_ep_buffers_raise():
     buffer.allow_multiple_reduction = False
     with pytest.raises(ValueError, match="allow_multiple_reduction=False"):
         deep_ep.Engine(buffer)
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, float("nan")])
+def test_orders_of_norms_that_do_not_add_up_over_meshes_raise(norm_type):
+    torch_sharding = pytest.importorskip("fp8moe.adapters.torch_sharding")
+    with pytest.raises(ValueError, match="norm_type: got"):
+        torch_sharding.clip_grad_norm_([], 1.0, norm_type)

@@ -343,3 +343,17 @@ def test_the_jax_function_has_the_librarys_gradients(jitted):
     )
     assert same_bits(np.asarray(actual), wanted)
     assert not np.asarray(of_bias).any()
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(3, 31), ValueError, r"x: got shape \[3, 31\]; wanted \[T, 32\]"),
+        (torch.ones(2, 3, 32), ValueError, r"x: got shape \[2, 3, 32\]; wanted \[T, 32\]; pass x.reshape"),
+        (torch.ones(3, 32).int(), TypeError, "x: got dtype torch.int32"),
+        (torch.ones(3, 32, device="meta"), TypeError, "x: got a tensor on meta"),
+    ],
+)
+def test_rows_that_a_module_cannot_route(x, error, message):
+    with pytest.raises(error, match=message):
+        Router(32, 8, RouterConfig(2))(x)

@@ -415,6 +415,14 @@ def test_other_kinds_of_false(value, error, message):
         module()(tokens(), is_first_microbatch=value)
 
 
+def test_a_list_of_layers_is_refused():
+    with (
+        pytest.raises(TypeError, match="model: got list; wanted a Module"),
+        torch_moe.weights_unchanged([module()]),
+    ):
+        pass
+
+
 def test_is_first_microbatch_false_without_copies_raises(device):
     layer, x = module(device), tokens(device)
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
