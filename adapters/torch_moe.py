@@ -205,10 +205,15 @@ class FP8FlowMoE(nn.Module):
                     f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; "
                     "wanted the same topk, and the RouterConfig's renormalize in place of normalize_probs"
                 )
-        self.router = Router(hidden, num_experts, router, **options) if router else None
+        device = torch.empty(0, device=device).device
+        self.router = None
+        if router:  # without numbers, which reset_parameters draws
+            self.router = Router(hidden, num_experts, router, device="meta", dtype=dtype).to_empty(
+                device=device
+            )
         self._ranks = ranks = Ranks(
             process_group,
-            torch.empty(0, device=device).device,
+            device,
             checks.integer("overlap_chunks", overlap_chunks, 1),
         )
         if num_experts % ranks.size:
@@ -234,7 +239,8 @@ class FP8FlowMoE(nn.Module):
         """Initialise all weights from the normal distribution with variance 1 / fan-in.
 
         Random numbers are drawn expert by expert, so a seed gives the same weights on any number of ranks,
-        whether of expert parallelism or of ``fully_shard``. All ranks need the same seed.
+        whether of expert parallelism or of ``fully_shard``, and those that the constructor gives. All ranks
+        need the same seed.
         """
         if self.router is not None:
             self.router.reset_parameters()

@@ -377,6 +377,17 @@ def test_validation_errors(arguments, options, message):
         FP8FlowMoE(*arguments, **options)
 
 
+@pytest.mark.parametrize("router", [True, False])
+def test_a_seed_gives_the_same_weights_through_the_meta_device(router):
+    torch.manual_seed(7)
+    wanted = FP8FlowMoE(256, 128, 4, 2, router=router).state_dict()
+    layer = FP8FlowMoE(256, 128, 4, 2, router=router, device="meta").to_empty(device="cpu")
+    torch.manual_seed(7)
+    layer.reset_parameters()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+
+
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
 def test_wrong_tensors_raise(recipe):
     """In place of a result without the missing experts, or of memory that was never written."""
