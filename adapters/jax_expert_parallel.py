@@ -113,9 +113,11 @@ def moe_ffn(
     [[100.0]]
     """
     checks.choice("recipe", recipe, moe.RECIPES)
+    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
     rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed, activation)
-    if capacity is not None and not 0 < capacity <= rows.shape[0]:
+    if capacity is not None and not 0 < checks.integer("capacity", capacity, 0) <= rows.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
     ids, probs = jax_ops.of_tokens(x, topk_ids, topk_probs)

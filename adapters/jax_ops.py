@@ -470,8 +470,8 @@ def moe_ffn(
         Tokens. The FP8 recipes multiply them as bfloat16, "bf16" in their own dtype.
     w13 : jax.Array, tuple of two, or Quantized
         [E, 2F, H], gates before ups, or a tuple of the two, [E, F, H] each; [E, F, H] for an activation
-        without gates. Any floating-point dtype, such as float32 master weights. Or, for the FP8 recipes, the
-        result of `quantize_weights`, for weights of any layout; it has no gradient.
+        without gates. bfloat16, float16 or float32, such as master weights; for "bf16" also float64. Or, for
+        the FP8 recipes, the result of `quantize_weights`, for weights of any layout; it has no gradient.
     w2 : jax.Array or Quantized
         [E, H, F]. As ``w13``.
     topk_ids : jax.Array, int32 or int64, [..., k]
@@ -528,8 +528,12 @@ def moe_ffn(
     (100.0, 100.0)
     """
     checks.choice("recipe", recipe, RECIPES)
+    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
     layer = _Layer(recipe, recompute, activation, transposed, backend, check_limit(num_sms))
+    if not isinstance(token_sharding, (jax.sharding.NamedSharding, type(None))):
+        raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")
     if token_sharding is None:
         return _moe_of_any_dtype(x, w13, w2, topk_ids, topk_probs, layer)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()

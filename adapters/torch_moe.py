@@ -141,8 +141,8 @@ class FP8FlowMoE(nn.Module):
 
     `torch.compile` compiles the layer into one graph (``fullgraph=True``), also with a process_group that is
     not an Engine. The FP8 copies of each weight, the experts and their gradient are one operator each. The
-    first number of tokens is compiled with static sizes and the second one with dynamic sizes; further
-    numbers do not recompile.
+    first number of tokens is compiled with static sizes and the second one with dynamic sizes; of further
+    numbers only 0 and 1 recompile, because torch specialises them.
 
     Examples
     --------
@@ -275,7 +275,8 @@ class FP8FlowMoE(nn.Module):
         is_first_microbatch : bool or None
             True quantises the weights and keeps the copies; False uses the copies of the last forward with
             True, whose weights must be unchanged; None quantises the weights for this forward only, or uses
-            the copies of `weights_unchanged` inside it. Compiled code accepts None only.
+            the copies of `weights_unchanged` inside it. A forward with gradients and None releases the copies
+            that True kept. Compiled code accepts None only.
 
         Returns
         -------

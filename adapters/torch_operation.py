@@ -224,7 +224,7 @@ def unrecorded(function: Callable[..., Any], values: Values, got: str, wanted: s
     )
     if not torch.compiler.is_dynamo_compiling():
         raise TypeError(problem)
-    torch._dynamo.graph_break(problem)
+    torch._dynamo.graph_break(msg=problem)
     return _uncompiled(function, values)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8moe
-from fp8moe import Routed, RouterConfig
+from fp8moe import Routed, RouterConfig, checks
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch_operation import (
@@ -78,6 +78,9 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        checks.options("config", config, RouterConfig)
+        if config.topk > num_experts:
+            raise ValueError(f"config: got topk={config.topk}; wanted at most num_experts = {num_experts}")
         self.config = config
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -164,7 +165,8 @@ def flag(name: str, value: Any) -> bool:
 
 def options(name: str, value: Any, wanted: type) -> None:
     if not isinstance(value, wanted):
-        raise TypeError(f"{name}: got {type(value).__name__}; wanted an fp8moe.{wanted.__name__}")
+        module = "fp8moe" if hasattr(sys.modules["fp8moe"], wanted.__name__) else "fp8moe.expert_parallel"
+        raise TypeError(f"{name}: got {type(value).__name__}; wanted an {module}.{wanted.__name__}")
 
 
 def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:

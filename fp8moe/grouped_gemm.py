@@ -130,7 +130,7 @@ def grouped_gemm(
         For operands of different kinds or dtypes.
     ValueError
         For shapes that do not fit, or a backend that does not support the product. With ``backend=None`` also
-        for float32 and float64 products of more than 1 GFLOP, which only the plain kernel supports.
+        for float32 and float64 products of more than 1 GFLOP on CUDA, which no tensor core kernel supports.
 
     Notes
     -----
@@ -340,13 +340,14 @@ def grouped_gemm_wgrad(
             checks.column_scales(call, name, q, a.expert_offsets)
     shape = (a.expert_offsets.shape[0] - 1, width, depth)
     _check_counts(a.tokens_per_expert, shape[0])
+    checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
     if a.out is None:
-        checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
         result = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
     else:
         checks.dtype("out", a.out, checks.FLOATS)
         checks.shape("out", a.out, shape)
-        checks.writable("out", a.out, dy=a.dy, x=a.x, expert_offsets=a.expert_offsets)
+        read = {"dy": a.dy, "x": a.x, "expert_offsets": a.expert_offsets}
+        checks.writable("out", a.out, **read, tokens_per_expert=a.tokens_per_expert)
         result = a.out
     call.run(
         "grouped_gemm",

@@ -357,6 +357,11 @@ def forward_keeping(
     checks.choice("backend", options["backend"], BACKENDS)
     options |= {"gradients": tuple(kept), "num_sms": check_limit(options["num_sms"])}
     x, w13, w2, ids, probs = operands
+    if isinstance(x, QuantTensor):
+        raise TypeError(
+            "x: got a QuantTensor; wanted an array; pass fp8moe.dequantize(x), or permuted rows to "
+            "moe_forward_permuted"
+        )
     overwritten = _overwritten(w13, w2)
     if comm is None:
         y, saved = experts_forward(x, w13, w2, ids, probs, **options)
@@ -686,7 +691,7 @@ def moe_backward(
         The forward's second result.
     dy : ArrayLike or QuantTensor, [T, H]
         Gradient of y, in y's dtype; for the FP8 recipes also row-wise codes with block (1, 128), used as they
-        are.
+        are; for "fp8_flow" with w2's gradient, their scales must be powers of two.
     dw13 : ArrayLike, floating point, [E, 2F, H], or None, or a tuple of two
         Accumulator of w13's gradient, for gradient accumulation over micro-batches: the gradient is added in
         place. For "fp8_flow" also a tuple of two, [E, F, H] each or None, for w1 and w3 separately; the

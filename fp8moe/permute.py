@@ -173,6 +173,8 @@ def permute_and_pad(
     a = call.args
     if num_experts is None:
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
+    elif topk is not None:
+        raise ValueError("topk: got one with num_experts; wanted None, because ids [T, k] determine it")
     else:
         plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens, "routing_map")
     return _permute(call, a.x, plan, a.probs, fill_padding, layout=layout)

@@ -358,7 +358,7 @@ class MoEGrads(Record):
     ----------
     dx : ArrayLike, [T, H], or None
         In x's dtype.
-    dprobs : ArrayLike, float32, [T, k], or None
+    dprobs : ArrayLike, float32 (float64 for float64 inputs), [T, k], or None
         Gradient of the router's probabilities.
     dw13 : ArrayLike, [E, 2F, H], or None, or a tuple of two
         float32, or the requested dtype; a tuple has w1's and w3's gradients, [E, F, H] each.

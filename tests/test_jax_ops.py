@@ -258,6 +258,20 @@ def test_array_to_add_to_that_is_also_an_input(jit):
     assert_same(wanted, to_numpy((jax.jit(function) if jit else function)(*to_jax((saved, dy)))))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"recompute": "all"}, ValueError, "recompute: got 'all'"),
+        ({"activation": "swiglu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
+        ({"token_sharding": jax.sharding.PartitionSpec("data")}, TypeError, "wanted a NamedSharding"),
+    ],
+)
+def test_options_of_the_layer(options, error, message):
+    w13, w2 = weights(BF16)
+    with pytest.raises(error, match=message):
+        jax_ops.moe_ffn(X, w13, w2, IDS, PROBS, recipe="fp8_flow", **options)
+
+
 def test_quantize_weights_with_out():
     w = weights()[0]
     again = jitted(lambda w, q: jax_ops.quantize_weights(w, out=q), w, fp8moe.quantize_weights(w * 3))

@@ -356,3 +356,10 @@ def test_pad_and_unpad_are_each_others_inverse(counts, align):
     back = fp8moe.unpad(static, np.array(counts, np.int32), align)
     assert same_bits(back[: len(x)], x)
     assert not back[len(x) :].any()
+
+
+def test_topk_of_ids_is_refused():
+    with pytest.raises(ValueError, match="topk: got one with num_experts; wanted None"):
+        fp8moe.permute_and_pad(
+            np.ones((2, 4)), np.zeros((2, 1), np.int32), align_size=4, num_experts=2, topk=1
+        )

@@ -58,7 +58,7 @@ SIZES_K = (0, 1, 31, 32, 33, 127, 128, 129, 300)
 )
 def test_quantize_matches_float64(rows, cols, fmt, block, dtype, pow2, eps, awkward, rounding, seed):
     x = values(np.random.default_rng(seed), (rows, cols), dtype, awkward)
-    rounding = rounding if block in MX_BLOCKS else "up"
+    rounding, pow2 = (rounding, True) if block in MX_BLOCKS else ("up", pow2)
     q = fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps, scale_rounding=rounding)
     assert q.shape == (rows, cols)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -207,6 +207,8 @@ def test_unknown_roundings_raise():
     x = np.ones((32, 128), np.float32)
     with pytest.raises(ValueError, match=r"scale_rounding: got 'ceil'; wanted .*'up'.*'floor'"):
         fp8moe.quantize(x, block=(1, 32), scale_rounding="ceil")
+    with pytest.raises(ValueError, match=r"pow2: got False with block \(1, 32\)"):
+        fp8moe.quantize(x, block=(1, 32), pow2=False)
     for block in ((1, 128), (128, 1), (128, 128), None):
         with pytest.raises(ValueError, match=r"scale_rounding: got 'floor' with block .*\(1, 32\)"):
             fp8moe.quantize(x, block=block, scale_rounding="floor")
