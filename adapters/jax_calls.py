@@ -27,13 +27,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import fp8moe
-from fp8moe import Routed, RouterConfig
+from fp8moe import Routed, RouterConfig, counters
 from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
 from fp8moe.call import as_codes
 from fp8moe.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
 from fp8moe.moe import Saved
-from fp8moe.record_trees import arrays_in, field_names
+from fp8moe.record_trees import arrays_in, field_names, map_arrays
 from fp8moe.records import (
     ArraySpec,
     MoEGrads,
@@ -116,6 +116,8 @@ def _encode(value: Any, number: Callable[[Any], int]) -> Any:
     if isinstance(value, (list, set, frozenset)):
         values = value if isinstance(value, list) else sorted(value)  # the same text in every process
         return {"list": [_encode(v, number) for v in values]}
+    if isinstance(value, (type, np.dtype)):
+        raise TypeError(f"got {value!r} as an argument; wanted the name of the type, such as 'float32'")
     if type(value).__name__ in _KINDS:
         fields = {n: _encode(getattr(value, n), number) for n in field_names(type(value)) or ()}
         return {"record": type(value).__name__, **fields}
@@ -184,6 +186,7 @@ class Described:
 def call(name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set[int]) -> Any:
     """Calls the function ``name`` on traced (or concrete) arrays, as one operation of the program. changed:
     ids of the arrays that the function adds to."""
+    args, options, changed = _as_jax(args, options, changed)
     text, operands = describe(name, args, options, changed)
     described = _described(text)
     layout = described.layout
@@ -192,6 +195,25 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set
     if layout.outputs:
         outputs = _call_p.bind(*operands, text=text)
     return layout.result(operands, outputs)
+
+
+def _as_jax(
+    args: tuple[Any, ...], options: dict[str, Any], changed: set[int]
+) -> tuple[tuple[Any, ...], dict[str, Any], set[int]]:
+    """The call with jax.Arrays in place of NumPy's, whose 64-bit types JAX replaces by 32-bit ones unless x64
+    is enabled: the description must have the dtypes that the program has."""
+    made: dict[int, jax.Array] = {}
+
+    def converted(_: str, array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            return array
+        if id(array) not in made:
+            made[id(array)] = jnp.asarray(array)
+        return made[id(array)]
+
+    args = map_arrays(converted, args)
+    options = {key: map_arrays(converted, value) for key, value in options.items()}
+    return args, options, changed | {id(new) for old, new in made.items() if old in changed}
 
 
 def vary_alike(*values: Any) -> tuple[Any, ...]:
@@ -234,7 +256,8 @@ def _eager(text: str) -> Any:
 
 @_call_p.def_impl
 def _run(*arrays: Any, text: str) -> Any:
-    return _eager(text)(*arrays)
+    with jax.disable_jit(False):  # otherwise `_eager` would call this again
+        return _eager(text)(*arrays)
 
 
 @_call_p.def_abstract_eval
@@ -251,14 +274,23 @@ def _results(*arrays: Any, text: str) -> Any:
 def _batch(arrays: Any, axes: Any, *, text: str) -> Any:
     """Calls the function for one batch element after another."""
     batched = [jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True) if axis is not None]
-
-    def call_element(elements: Any) -> Any:
-        remaining = iter(elements)
-        operands = (a if axis is None else next(remaining) for a, axis in zip(arrays, axes, strict=True))
-        return _call_p.bind(*operands, text=text)
-
-    outputs = jax.lax.map(call_element, batched)
+    shared = [a for a, axis in zip(arrays, axes, strict=True) if axis is None]
+    step = _one_element(text, tuple(axis is not None for axis in axes))
+    _, outputs = jax.lax.scan(step, shared, batched)
     return outputs, [0] * len(outputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_element(text: str, is_batched: tuple[bool, ...]) -> Any:
+    """A step of `jax.lax.scan` that calls the function for one batch element. It is the same object in every
+    call, so that JAX finds the compiled loop again."""
+
+    def step(shared: Any, elements: Any) -> Any:
+        of_all, own = iter(shared), iter(elements)
+        operands = (next(own if batched else of_all) for batched in is_batched)
+        return shared, _call_p.bind(*operands, text=text)
+
+    return step
 
 
 def _refuse_gradient(tangents: Any, arrays: Any, *, text: str) -> Any:
@@ -374,9 +406,11 @@ def _checked_description(text: str, call: jax_ffi.Call) -> Described:
 
 def _run_on_host(described: Described, call: jax_ffi.Call) -> None:
     _host_calls.append(True)
+    counting = counters.active.set(())  # XLA calls this in the caller's thread or in another one
     try:
         _run_with_host_arrays(described, call)
     finally:
+        counters.active.reset(counting)
         _host_calls.pop()
         _calls_done.set()
 

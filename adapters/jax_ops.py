@@ -12,9 +12,11 @@ whole FP8 segment inside one ``custom_vjp``, with bfloat16 (or float32) inputs a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.interop import no_array
 from fp8moe.moe import RECIPES, Saved
-from fp8moe.record_trees import arrays_in, field_names, is_metadata
+from fp8moe.record_trees import arrays_in
 from fp8moe.records import (
     MoEGrads,
     PermutationPlan,
@@ -93,11 +95,22 @@ EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, jax_calls.
 
 
 def _flatten(record: Any) -> tuple[list[Any], Any]:
-    """(arrays and nested records, static structure)."""
-    values = [(n, getattr(record, n)) for n in field_names(type(record)) or ()]
-    static = tuple((n, v) for n, v in values if is_metadata(v))
-    dynamic = [(n, v) for n, v in values if not is_metadata(v)]
-    return [v for _, v in dynamic], (tuple(n for n, _ in dynamic), static)
+    """(arrays and nested records, static structure). A field is static by its declared type, not by its
+    value: a tree of the same structure may have numbers in place of arrays."""
+    static, dynamic = _fields(record.__class__)
+    values = tuple((n, getattr(record, n)) for n in static)
+    return [getattr(record, n) for n in dynamic], (dynamic, values)
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a record type's static fields, and of those with arrays or nested records."""
+    declared = [(f.name, str(f.type)) for f in dataclasses.fields(kind)]
+    static = tuple(name for name, declared_type in declared if not _DYNAMIC.search(declared_type))
+    return static, tuple(name for name, _ in declared if name not in static)
+
+
+_DYNAMIC = re.compile(r"\b(Any|Array|Rows|Saved|" + "|".join(k.__name__ for k in jax_calls.RECORDS) + r")\b")
 
 
 def _unflatten(kind: type, structure: Any, children: Any) -> Any:

@@ -80,8 +80,9 @@ def token_dispatch(
     Replaces ``transformer_engine.jax.permutation.token_dispatch``. If ``jax.jit`` gets tokens sharded over n
     devices, each device permutes its own tokens, as in the original: each has 1/n of the rows (num_out_tokens
     with padding), row numbers start at 0 on each device, and counts and pad_offsets are those of all devices.
-    Pass num_out_tokens=tokens * topk, so that the rows of every device are sufficient; if they are not, all
-    rows of that device are NaN.
+    The rows of every device are sufficient with num_out_tokens=tokens * topk, and with align_size=A above 1
+    with num_out_tokens=tokens * topk + n * num_experts * (A - 1). If they are not, all rows of that device
+    are NaN, if they are floating-point numbers; of integers the last ones are missing.
 
     Examples
     --------
@@ -322,6 +323,8 @@ def pure_jax_token_dispatch(
     if align_size < 0:
         raise ValueError(f"align_size: got {align_size}; wanted 0 or more")
     ids = selected_experts.reshape(-1)
+    if ids.dtype != jnp.int64:  # differences, and num_experts itself, must be representable
+        ids = ids.astype(jnp.int32)
     if roll_to_expert_id is not None:
         ids = (ids - roll_to_expert_id) % num_experts
     entries, counts = len(ids), jnp.bincount(ids, length=num_experts)

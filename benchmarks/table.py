@@ -130,7 +130,8 @@ def _headline() -> str:
     rows = newest_layers()
     row_of = {(r["shape"], r["name"]): r for r in rows}
     lines = [
-        "| layer | bf16 | fp8_flow | speedup | weight quantisation | saved for backward |",
+        "| layer, forward and backward | bf16 | fp8_flow | speedup | weight quantisation, relative to the "
+        "other kernels | saved for backward, relative to bf16 |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):

@@ -84,4 +84,4 @@ def selected_experts(xp: ModuleType, routing_map: Array, topk: int) -> Array:
     """Ids [..., topk] of each token's experts, ascending, from a mask [..., E] with topk experts per
     token."""
     experts = routing_map.shape[-1]
-    return xp.argsort(routing_map != 0, axis=-1, stable=True)[..., experts - topk :]
+    return xp.argsort((routing_map != 0).astype(xp.uint8), axis=-1, stable=True)[..., experts - topk :]

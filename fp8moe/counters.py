@@ -59,8 +59,8 @@ counting = active.get
 def trace() -> Iterator[Trace]:
     """Count casts, launches and bytes inside a ``with`` block. Blocks may be nested; each has its own counts.
 
-    Only calls of this thread are counted. torch runs the backward of CUDA tensors in threads of its own,
-    unless ``torch.autograd.set_multithreading_enabled(False)``.
+    Only calls of this thread are counted, and none inside ``jax.jit``. torch runs the backward of CUDA
+    tensors in threads of its own, unless ``torch.autograd.set_multithreading_enabled(False)``.
 
     Returns
     -------

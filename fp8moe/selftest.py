@@ -235,7 +235,7 @@ def main(device: str, seed: int | None) -> int:
         else:
             for name, compare in cuda.checks().items():
                 failures += _report("cuda", name, compare)
-    print("all right" if not failures else f"{failures} FAILED")
+    print("all checks passed" if not failures else f"{failures} FAILED")
     return 1 if failures else 0
 
 
@@ -402,7 +402,7 @@ def _report(device: str, name: str, check: Callable[[], None]) -> int:
     except Exception as error:
         print(f"{device:5} {name:22} FAILED  {type(error).__name__}: {error}")
         return 1
-    print(f"{device:5} {name:22} right   {time.perf_counter() - start:.2f} s")
+    print(f"{device:5} {name:22} ok      {time.perf_counter() - start:.2f} s")
     return 0
 
 

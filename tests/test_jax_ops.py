@@ -33,6 +33,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
+from fp8moe.adapters import jax_calls
 from fp8moe.record_trees import map_arrays
 
 
@@ -270,6 +271,82 @@ def test_options_of_the_layer(options, error, message):
     w13, w2 = weights(BF16)
     with pytest.raises(error, match=message):
         jax_ops.moe_ffn(X, w13, w2, IDS, PROBS, recipe="fp8_flow", **options)
+
+
+def test_numpy_arrays_of_64_bits_in_a_program():
+    """JAX makes 32-bit arrays of them, and the operation must read those."""
+    x, (w13, w2), ids, probs = X, weights(BF16), IDS.astype(np.int64), PROBS.astype(np.float64)
+    wanted, _ = fp8moe.moe_forward(x, w13, w2, IDS, PROBS, recipe="fp8_flow")
+    layer = jax.jit(lambda x: jax_ops.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")[0])
+    np.testing.assert_array_equal(layer(x), wanted)
+    plan = fp8moe.plan_topk(IDS, E)
+    rows = fp8moe.quantize(RNG.standard_normal((plan.num_out_tokens, 128)).astype(np.float32))
+    merged = jax.jit(lambda q: jax_ops.unpermute(q, to_jax(plan), probs))(to_jax(rows))
+    np.testing.assert_array_equal(merged, fp8moe.unpermute(rows, plan, PROBS))
+    q = fp8moe.quantize(x)
+    moved = jax.jit(lambda q: jax_ops.permute(q, to_jax(plan), probs).probs)(to_jax(q))
+    np.testing.assert_array_equal(moved, fp8moe.permute(q, plan, PROBS).probs)
+    order, sizes = np.arange(E)[::-1].copy(), np.full(E, 2)
+    grads = jax.jit(lambda g: jax_ops.sort_chunks_backward(g, sizes, order, num_tokens=2 * E))(X[: 2 * E])
+    np.testing.assert_array_equal(
+        jax.tree.leaves(grads)[0],
+        jax.tree.leaves(fp8moe.sort_chunks_backward(X[: 2 * E], sizes, order, num_tokens=2 * E))[0],
+    )
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_quantised_weights_of_an_eager_forward_in_a_program(accumulates):
+    """How often codes have been overwritten is unknown in a program, and never for jax.Arrays."""
+    w13, w2 = (jax_ops.quantize_weights(jnp.asarray(w)) for w in weights(BF16))
+    y, saved = jax_ops.moe_forward(to_jax(X), w13, w2, to_jax(IDS), to_jax(PROBS), recipe="fp8_flow")
+    wanted = jax_ops.moe_backward(saved, y)
+    if accumulates:
+        actual = jax_ops.moe_backward(saved, y, dw2=jnp.zeros_like(wanted.dw2))
+    else:
+        actual = jax.jit(jax_ops.moe_backward)(saved, y)
+    assert_same(to_numpy(wanted), to_numpy(actual))
+
+
+def test_eager_vmap_compiles_once():
+    x, f = jnp.asarray(RNG.standard_normal((3, 4, 8)), jnp.float32), jax.vmap(jax_ops.swiglu_backward, (0, 0))
+    grad = x[..., :4] + 1
+    wanted, before = jax.tree.map(np.asarray, f(grad, x)), jax_calls.places_called()
+    for _ in range(3):
+        assert_same(wanted, jax.tree.map(np.asarray, f(grad, x)))
+    assert jax_calls.places_called() == before
+    for i in range(3):
+        assert_same(to_numpy(jax_ops.swiglu_backward(grad[i], x[i])).dh, wanted.dh[i])
+
+
+def test_without_jit():
+    """`jax.disable_jit` also reaches operations that are called eagerly."""
+    x = jnp.asarray(RNG.standard_normal((3, 2, 8)), jnp.float32)
+    wanted = jax.vmap(jax_ops.swiglu)(x)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(jax.vmap(jax_ops.swiglu)(x), wanted)
+
+
+def test_records_have_one_structure_for_all_values():
+    q = jax_ops.quantize(jnp.ones((8, 128)))
+    assert jax.tree.reduce(lambda a, b: a + b, jax.tree.map(lambda a: a.nbytes, q)) == 8 * 128 + 8 * 4
+    assert jax.tree.structure(jax.tree.map(lambda a: 0, q)) == jax.tree.structure(q)
+    many = jax.vmap(jax_ops.quantize)(jnp.ones((2, 8, 128)))
+    axes = jax.tree.map(lambda a: 0, many)
+    assert jax.vmap(jax_ops.dequantize, in_axes=(axes,))(many).shape == (2, 8, 128)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.float32, np.dtype("float32")])
+def test_types_in_place_of_names(dtype):
+    with pytest.raises(TypeError, match="wanted the name of the type, such as 'float32'"):
+        jax.jit(lambda q: jax_ops.dequantize(q, dtype=dtype))(to_jax(fp8moe.quantize(X)))
+
+
+def test_calls_in_a_program_are_not_counted():
+    f, x = jax.jit(lambda x: jax_ops.dequantize(jax_ops.quantize(x))), jnp.ones((256, 1024))
+    f(x).block_until_ready()
+    with fp8moe.trace() as counts:
+        f(x).block_until_ready()
+    assert counts.casts == 0
 
 
 def test_quantize_weights_with_out():
@@ -591,3 +668,19 @@ def test_parameters_of_a_ragged_all_to_all():
         ValueError, match=r"all_shards_tokens_per_expert: got shape \[3, 6\]; wanted \[4, E\]"
     ):
         te.compute_ragged_all_to_all_params(jnp.asarray(table), 0, 4)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32])
+def test_entries_by_ids_of_any_integers(dtype):
+    """Differences of ids, and the number of experts, need not be representable in their dtype."""
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    ids, x = np.array([[0], [5], [2], [3]]), jnp.arange(4.0)[:, None]
+    for align in (0, 4):
+        rows, _, counts = te.pure_jax_token_dispatch(x, jnp.asarray(ids.astype(dtype)), 6, 1, align, 3)
+        wanted, _, wanted_counts = te.pure_jax_token_dispatch(x, jnp.asarray(ids), 6, 1, align, 3)
+        np.testing.assert_array_equal(rows, wanted)
+        np.testing.assert_array_equal(counts, wanted_counts)
+    ids = np.arange(4)[:, None].astype(dtype)
+    rows, *_ = te.pure_jax_token_dispatch(x, jnp.asarray(ids), 128 if dtype == np.int8 else 256, 1, 2)
+    assert rows[:8:2].ravel().tolist() == [0, 1, 2, 3]
