@@ -79,9 +79,15 @@ def report() -> str:
         if importlib.util.find_spec(package) is None:
             lines.append(f"  {adapter:23} not working: {package} is missing; {fix}")
         else:
-            works = _try(partial(importlib.import_module, f"fp8moe.adapters.{adapter}"))
-            lines.append(f"  {adapter:23} {works}")
+            lines.append(f"  {adapter:23} {_try(partial(_load_adapter, adapter, fix))}")
     return "\n".join(lines)
+
+
+def _load_adapter(adapter: str, fix: str) -> None:
+    importlib.import_module(f"fp8moe.adapters.{adapter}")
+    # CuPy imports without NCCL's library, and stands in for the module that needs it
+    if adapter == "cupy_nccl" and not getattr(importlib.import_module("cupy").cuda.nccl, "available", True):
+        raise RuntimeError(f"CuPy does not find NCCL; {fix}")
 
 
 def cuda_is_ready() -> bool:
