@@ -205,15 +205,10 @@ class FP8FlowMoE(nn.Module):
                     f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; "
                     "wanted the same topk, and the RouterConfig's renormalize in place of normalize_probs"
                 )
-        device = torch.empty(0, device=device).device
-        self.router = None
-        if router:  # without numbers, which reset_parameters draws
-            self.router = Router(hidden, num_experts, router, device="meta", dtype=dtype).to_empty(
-                device=device
-            )
+        self.router = Router(hidden, num_experts, router, **options) if router else None
         self._ranks = ranks = Ranks(
             process_group,
-            device,
+            torch.empty(0, device=device).device,
             checks.integer("overlap_chunks", overlap_chunks, 1),
         )
         if num_experts % ranks.size:
@@ -229,7 +224,10 @@ class FP8FlowMoE(nn.Module):
         self._handle = handle_of(self)
         self.collect_stats = False
         self._collector = Collector()
-        self.reset_parameters()
+        if type(self).reset_parameters is FP8FlowMoE.reset_parameters:
+            self._reset_experts()  # the router has drawn its numbers, as there before those of the experts
+        else:
+            self.reset_parameters()
 
     def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
         local = torch.empty(experts // self._ranks.size, *shape, **options)
@@ -244,6 +242,9 @@ class FP8FlowMoE(nn.Module):
         """
         if self.router is not None:
             self.router.reset_parameters()
+        self._reset_experts()
+
+    def _reset_experts(self) -> None:
         for name in ("w13", "w2"):
             w = getattr(self, name)
             std, (own, rows, columns) = 1 / math.sqrt(w.shape[-1]), own_part(w)
