@@ -31,7 +31,14 @@ from fp8moe.formats import (
     scale_shape,
 )
 from fp8moe.record_trees import SYMBOLIC_TYPES, arrays_in, is_metadata, map_arrays
-from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, cached_plan_layout, plan_layout
+from fp8moe.records import (
+    DeviceArray,
+    PermutationPlan,
+    Quantized,
+    QuantTensor,
+    cached_plan_layout,
+    plan_layout,
+)
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -274,6 +281,8 @@ def quant_tensor(
     name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",)
 ) -> QuantTensor:
     """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales."""
+    if isinstance(q, Quantized):
+        raise TypeError(f"{name}: got a Quantized; wanted a QuantTensor; pass its rowwise or columnwise")
     if not isinstance(q, QuantTensor):
         raise TypeError(
             f"{name}: got an array of {getattr(q, 'dtype', type(q).__name__)}; wanted a QuantTensor, "

@@ -1232,8 +1232,12 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     checks.shape("w13", a.w13, ("E", "2F" if activation.gated else "F", hidden))
     experts, width, _ = a.w13.shape
     if width % activation.columns(128 if quantized else 1):
+        ffn = width // 2 + -(width // 2) % 128
         wanted = (
-            "twice a multiple of 128, so that no block spans both halves" if quantized else "an even number"
+            "twice a multiple of 128, so that no block spans both halves; pass quantize_weights(w13, "
+            f"parts=2, rows={ffn}) and quantize_weights(w2, columns={ffn})"
+            if quantized
+            else "an even number"
         )
         raise ValueError(
             f"w13: got 2F = {width}; wanted {wanted}"
