@@ -222,7 +222,7 @@ def _functions(module: nn.Module) -> tuple[Any, ...]:
     functions: list[Any] = []
     for name, v in _values(module):
         if isinstance(v, functools.partial):
-            functions.append((name, v.func, v.args, *v.keywords.items()))
+            functions.append((name, v.func, tuple(v.args), *v.keywords.items()))
         elif isinstance(v, MethodType):
             functions.append((name, v.__func__))
         elif isinstance(v, (FunctionType, BuiltinFunctionType)):
