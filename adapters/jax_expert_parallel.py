@@ -113,7 +113,7 @@ def moe_ffn(
     [[100.0]]
     """
     checks.choice("recipe", recipe, moe.RECIPES)
-    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.choice("recompute", recompute, moe.RECOMPUTE)
     checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
     rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed, activation)

@@ -42,7 +42,7 @@ from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.interop import no_array
-from fp8moe.moe import RECIPES, Saved
+from fp8moe.moe import RECIPES, RECOMPUTE, Saved
 from fp8moe.record_trees import arrays_in
 from fp8moe.records import (
     MoEGrads,
@@ -541,7 +541,7 @@ def moe_ffn(
     (100.0, 100.0)
     """
     checks.choice("recipe", recipe, RECIPES)
-    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.choice("recompute", recompute, RECOMPUTE)
     checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
     layer = _Layer(recipe, recompute, activation, transposed, backend, check_limit(num_sms))

@@ -28,7 +28,7 @@ from fp8moe.adapters.torch_operation import (
 )
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
+from fp8moe.moe import GRADIENTS, RECIPES, RECOMPUTE, Recipe, experts_of
 
 __all__ = ["moe_experts", "moe_experts_permuted", "quantize_fp8_weights"]
 
@@ -247,7 +247,7 @@ def _moe_experts(
     """`moe_experts` and `moe_experts_permuted`, which passes counts as ids."""
     refuse_transforms(name)
     checks.choice("recipe", options.recipe, RECIPES)
-    checks.choice("recompute", options.recompute, (None, "moe_expert"))
+    checks.choice("recompute", options.recompute, RECOMPUTE)
     checks.choice("backend", options.backend, BACKENDS)
     check_limit(options.num_sms)
     check_float("x", x)

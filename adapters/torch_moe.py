@@ -34,7 +34,7 @@ from fp8moe.adapters.torch_sharding import (
 )
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import GRADIENTS, RECIPES, Recipe
+from fp8moe.moe import GRADIENTS, RECIPES, RECOMPUTE, Recipe
 from fp8moe.record_trees import arrays_in
 
 __all__ = ["FP8FlowMoE", "weights_unchanged"]
@@ -176,7 +176,7 @@ class FP8FlowMoE(nn.Module):
     ):
         super().__init__()
         checks.choice("recipe", recipe, RECIPES)
-        checks.choice("recompute", recompute, (None, "moe_expert"))
+        checks.choice("recompute", recompute, RECOMPUTE)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
         if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
             raise ValueError(

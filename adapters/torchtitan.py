@@ -26,7 +26,7 @@ from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import RECIPES, Recipe
+from fp8moe.moe import RECIPES, RECOMPUTE, Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
@@ -165,7 +165,7 @@ class FP8MoEConverter(QuantizationConverter):
 
     def __init__(self, config: Config):
         checks.choice("recipe", config.recipe, RECIPES)
-        checks.choice("recompute", config.recompute, (None, "moe_expert"))
+        checks.choice("recompute", config.recompute, RECOMPUTE)
         checks.choice("backend", config.backend, BACKENDS)
         check_limit(config.num_sms)
         self.config = config

@@ -35,7 +35,7 @@ from fp8moe.activation import Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import RECIPES, Recipe
+from fp8moe.moe import RECIPES, RECOMPUTE, Recipe
 
 __all__ = ["activation_of", "enable"]
 
@@ -85,7 +85,7 @@ def enable(
     """
     options = {
         "recipe": checks.choice("recipe", recipe, RECIPES),
-        "recompute": checks.choice("recompute", recompute, (None, "moe_expert")),
+        "recompute": checks.choice("recompute", recompute, RECOMPUTE),
         "backend": checks.choice("backend", backend, BACKENDS),
         "num_sms": check_limit(num_sms),
     }

@@ -57,6 +57,7 @@ from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quant
 
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
 RECIPES = get_args(Recipe)
+RECOMPUTE = None, "moe_expert"
 #: each expert's rows are padded to a multiple of it: the FP8 weight gradient contracts over blocks of 128
 #: rows
 ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
@@ -350,7 +351,7 @@ def forward_keeping(
     """`moe_forward` which saves the tensors that the gradients ``kept`` need, and announces to the other
     ranks a backward that computes ``gradients``."""
     checks.choice("recipe", options["recipe"], RECIPES)
-    checks.choice("recompute", options["recompute"], (None, "moe_expert"))
+    checks.choice("recompute", options["recompute"], RECOMPUTE)
     _check_comm(comm)
     checks.options("activation", options["activation"], Activation)
     _check_gradients(gradients)
@@ -509,7 +510,7 @@ def moe_forward_permuted(
     [[100.0], [200.0]]
     """
     checks.choice("recipe", recipe, RECIPES)
-    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.choice("recompute", recompute, RECOMPUTE)
     checks.options("activation", activation, Activation)
     align_size = checks.integer("align_size", align_size, 1)
     checks.choice("backend", backend, BACKENDS)

@@ -142,22 +142,18 @@ def test_losses_of_logits_far_below_zero(function, largest):
     logits[RNG.integers(6)] = RNG.standard_normal(8)  # a token with usual logits
     grads = np.zeros((6, 2), np.float32), np.ones(1, np.float32)
 
-    def route(logits):
+    def route(logits, grad_probs, grad_aux_loss):
         routed = fp8moe.route(logits, config, num_sequences=1)
-        counts = {"tokens_per_expert": routed.tokens_per_expert, "grad_aux_loss": upload(grads[1])}
-        return routed, fp8moe.route_backward(upload(grads[0]), logits, routed.topk_ids, config, **counts)
-
-    def upload(a):
-        return a
+        losses = {"tokens_per_expert": routed.tokens_per_expert, "grad_aux_loss": grad_aux_loss}
+        return routed, fp8moe.route_backward(grad_probs, logits, routed.topk_ids, config, **losses)
 
     x = torch.tensor(logits).double().requires_grad_()
-    results = [route(logits)]
+    results = [route(logits, *grads)]
     if cuda_on_cpu.available:
         pytest.importorskip("cupy")
         with pytest.MonkeyPatch.context() as patch:
             cuda_on_cpu.install(patch)
-            upload = cuda_on_cpu.upload
-            results.append(cuda_on_cpu.download(route(upload(logits))))
+            results.append(cuda_on_cpu.download(route(*cuda_on_cpu.upload((logits, *grads)))))
     for (routed, gradient), bound in zip(results, (2 * UNIT, 200 * UNIT), strict=False):
         # float64; or 8 scores with errors of 2 units and of the spread of their arguments, and their sums
         aux, _ = losses_of(x, torch.tensor(routed.topk_ids).long(), config, 1)

@@ -311,14 +311,12 @@ def test_forward_and_gradient_use_one_evaluation_of_a_parametrized_weight(recipe
         masks[name].clear()
     if compiled:
         layer.compile(backend="aot_eager", fullgraph=True)
-        torch.manual_seed(5)
     y = layer(x)
     y.sum().backward()
     for name in WEIGHTS:
         original = layer.parametrizations[name].original
         if compiled:  # the masks of the trace are not tensors
             assert 0.4 < (original.grad == 0).float().mean() < 0.7
-            getattr(plain, name).data = original.detach() * (original.grad != 0)
         else:
             (mask,) = masks[name]
             assert not original.grad[mask == 0].any()
