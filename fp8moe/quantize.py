@@ -124,16 +124,16 @@ def quantize(
     eps = checks.number("eps", eps, 0.0)
     pow2 = checks.flag("pow2", pow2)
     spec = quantize_spec(array, fmt, block, layout, columnwise, scale_rounding)
+    if is_mx(block) and not pow2:
+        raise ValueError(
+            f"pow2: got False with block {block}; wanted True, as MXFP8 scales are powers of two"
+        )
     if result is None:
         result = call.empty(spec)
     else:
         checks.like("out", result, spec)
         checks.writable("out", result, x=array)
     counters.record_cast(weight=block == (128, 128))
-    if is_mx(block) and not pow2:
-        raise ValueError(
-            f"pow2: got False with block {block}; wanted True, as MXFP8 scales are powers of two"
-        )
     round_up = scale_rounding == "up" if is_mx(block) else pow2
     call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
     if out is None:

@@ -207,8 +207,9 @@ def test_unknown_roundings_raise():
     x = np.ones((32, 128), np.float32)
     with pytest.raises(ValueError, match=r"scale_rounding: got 'ceil'; wanted .*'up'.*'floor'"):
         fp8moe.quantize(x, block=(1, 32), scale_rounding="ceil")
-    with pytest.raises(ValueError, match=r"pow2: got False with block \(1, 32\)"):
+    with fp8moe.trace() as traced, pytest.raises(ValueError, match=r"pow2: got False with block \(1, 32\)"):
         fp8moe.quantize(x, block=(1, 32), pow2=False)
+    assert traced.casts == 0
     for block in ((1, 128), (128, 1), (128, 128), None):
         with pytest.raises(ValueError, match=r"scale_rounding: got 'floor' with block .*\(1, 32\)"):
             fp8moe.quantize(x, block=block, scale_rounding="floor")
