@@ -204,7 +204,7 @@ def _as_jax(
     is enabled: the description must have the dtypes that the program has."""
     made: dict[int, jax.Array] = {}
 
-    def converted(_: str, array: Any) -> Any:
+    def converted(array: Any) -> Any:
         if not isinstance(array, np.ndarray):
             return array
         if id(array) not in made:

@@ -244,7 +244,7 @@ class _Experts(torch.autograd.Function):
             # autograd detects overwritten codes, even if saved-tensor hooks have moved them
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
-            ctx.saved = map_arrays(lambda _, a: _PLACEHOLDER if isinstance(a, Tensor) else a, saved)
+            ctx.saved = map_arrays(lambda a: _PLACEHOLDER if isinstance(a, Tensor) else a, saved)
         inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
         ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
@@ -296,7 +296,7 @@ def _saved_by_autograd(ctx: Any) -> Saved:
         raise RuntimeError(
             f"{what} after the forward; wanted the forward's own; run the backward first"
         ) from error
-    return map_arrays(lambda _, a: next(tensors) if a is _PLACEHOLDER else a, ctx.saved)  # type: ignore[no-any-return]
+    return map_arrays(lambda a: next(tensors) if a is _PLACEHOLDER else a, ctx.saved)  # type: ignore[no-any-return]
 
 
 # ---- the backward, or its two halves if torch.autograd.grad requests the gradients of some inputs only
@@ -604,7 +604,7 @@ def _no_gradient(dy: Tensor) -> Tensor:
 def _saved(like: Saved, saved_tensors: Any, backward_weights: Any) -> Saved:
     """The record of `_forward` with its arrays, and the weights."""
     remaining = iter(saved_tensors)
-    saved = map_arrays(lambda _, a: next(remaining), like)
+    saved = map_arrays(lambda a: next(remaining), like)
     w13, w2 = _saved_weights(like.recipe, backward_weights)
     return replace(saved, w13=w13, w2=w2)
 
@@ -716,7 +716,7 @@ def _experts_over_ranks_op(
     if not options.gradients:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
-    description = pickle.dumps(map_arrays(lambda _, a: _PLACEHOLDER, saved))
+    description = pickle.dumps(map_arrays(lambda a: _PLACEHOLDER, saved))
     return [y, torch.frombuffer(bytearray(description), dtype=torch.uint8), *arrays_in(saved)]
 
 
@@ -748,7 +748,7 @@ def _experts_over_ranks_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     remaining = iter(saved_tensors)
     saved = pickle.loads(saved_metadata.numpy().tobytes())
-    saved = map_arrays(lambda _, a: next(remaining), saved)
+    saved = map_arrays(lambda a: next(remaining), saved)
     w13, w2 = _saved_weights(options.recipe, backward_weights)
     saved = replace(saved, w13=w13, w2=w2)
     return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])

@@ -438,7 +438,8 @@ class FP8FlowMoE(nn.Module):
             return self._in_bf16(x, ids, probs, weights)
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
-        return self._multiply(x, ids, probs, weights, self._compiled_copies(weights, first))
+        own = self._own_experts(*weights)
+        return self._multiply(x, ids, probs, weights, own, self._compiled_copies(own, first))
 
     def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
@@ -490,7 +491,8 @@ class FP8FlowMoE(nn.Module):
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs, weights)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
-        return self._multiply(x, ids, probs, weights, self._copies_of_forward(weights, recording, first))
+        own = self._own_experts(*weights)
+        return self._multiply(x, ids, probs, weights, own, self._copies_of_forward(own, recording, first))
 
     def _multiply(
         self,
@@ -498,11 +500,13 @@ class FP8FlowMoE(nn.Module):
         ids: Tensor,
         probs: Tensor,
         weights: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
         copies: list[Quantized],
     ) -> Tensor:
+        """own: `_own_experts` of the weights."""
         return experts(
             x.contiguous(),
-            *self._own_experts(*weights),
+            *own,
             ids.contiguous(),
             probs.contiguous(),
             copies,
@@ -525,16 +529,16 @@ class FP8FlowMoE(nn.Module):
     # ---- FP8 weight copies of a forward
 
     def _copies_of_forward(
-        self, weights: tuple[Tensor, Tensor], recording: bool, first: bool | None
+        self, own: tuple[Tensor, Tensor], recording: bool, first: bool | None
     ) -> list[Quantized]:
-        copies, capturing = self._copies, _capturing(weights[0])
+        copies, capturing = self._copies, _capturing(own[0])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self._scopes:
             requested = copies if copies is not None and copies.requested else None
             if recording or requested is None or not usable or requested.recorded or requested.changed(self):
                 if recording or requested is not None:  # micro-batches may go on with theirs
                     self._release_copies()
-                return self._quantize_copies(weights)
+                return self._quantize_copies(own)
         elif first or not usable:
             if first is False:
                 raise RuntimeError(
@@ -549,7 +553,7 @@ class FP8FlowMoE(nn.Module):
         copies.recorded |= recording
         return copies.records
 
-    def _compiled_copies(self, weights: tuple[Tensor, Tensor], first: bool | None) -> list[Quantized]:
+    def _compiled_copies(self, own: tuple[Tensor, Tensor], first: bool | None) -> list[Quantized]:
         if first is not None:
             raise ValueError(
                 f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
@@ -562,7 +566,7 @@ class FP8FlowMoE(nn.Module):
                 return copies.records
         elif copies is not None:
             self._release_copies()
-        return list(quantize_fp8_weights(*self._own_experts(*weights), activation=self.activation))
+        return list(quantize_fp8_weights(*own, activation=self.activation))
 
     def _keep_copies(self, requested: bool = False) -> _Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
@@ -579,7 +583,7 @@ class FP8FlowMoE(nn.Module):
             target = old.records
         if target is None:
             self._copies = old = None  # releases the old copies first, to avoid holding two sets
-        codes = self._quantize_copies((self.w13, self.w2), target)
+        codes = self._quantize_copies(self._own_experts(self.w13, self.w2), target)
         new = _Copies(self, codes, requested, captured=target is not None)
         if target is not None:  # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(new.tensors)
@@ -589,12 +593,11 @@ class FP8FlowMoE(nn.Module):
         return new
 
     def _quantize_copies(
-        self, weights: tuple[Tensor, Tensor], target: list[Quantized] | None = None
+        self, own: tuple[Tensor, Tensor], target: list[Quantized] | None = None
     ) -> list[Quantized]:
         # not inference tensors, because a backward could not use them
         with torch.inference_mode(False), torch.no_grad():
             out = None if target is None else (target[0], target[1])
-            own = self._own_experts(*weights)
             return list(quantize_fp8_weights(*own, activation=self.activation, out=out))
 
     def _release_copies(self) -> None:

@@ -68,7 +68,7 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
     alone = machine.seconds(calls, 15)
     results.clear()
     device = jax.devices("cuda")[0]
-    jax_sets = [map_arrays(lambda _, a: jax.device_put(host(a), device), each) for each in sets]
+    jax_sets = [map_arrays(lambda a: jax.device_put(host(a), device), each) for each in sets]
     run = jax_ops.traceable(case.run)
 
     def jitted(count: int) -> Any:

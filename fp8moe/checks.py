@@ -105,7 +105,7 @@ def like(name: str, given: Any, wanted: Any) -> None:
     arrays are specs."""
 
     def described(value: Any) -> Any:
-        return map_arrays(lambda _, a: (tuple(a.shape), a.dtype.name), value)
+        return map_arrays(lambda a: (tuple(a.shape), a.dtype.name), value)
 
     if type(given) is not type(wanted) or described(given) != described(wanted):
         raise ValueError(

@@ -625,7 +625,7 @@ def experts_backward(
     ffn: int | None = None,
 ) -> MoEGrads:
     """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
-    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn)
+    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
     dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
     return MoEGrads(dx, dprobs, dw13, dw2)
@@ -636,7 +636,7 @@ def experts_backward_input(
     saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
 ) -> tuple[Any, Any, SavedForWeights]:
     """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
-    _check_dy(saved, dy, gradients)
+    _check_dy(saved, dy, gradients, saved.num_tokens)
     return _backward_input(saved, dy, gradients)
 
 
@@ -742,7 +742,8 @@ def moe_backward(
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if comm is None or saved.route is None:
         return experts_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
-    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn)
+    here = _of_this_rank(saved)
+    _check_backward_before_sending(here, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     if saved.later:
         _check_sums(dtype, gradients, dw13, dw2)
     total = MoEGrads(None, None, dw13, dw2)
@@ -858,7 +859,7 @@ def moe_backward_input(
     if comm is None or saved.route is None:
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
-    _check_dy(saved, dy, gradients)
+    _check_dy(saved, dy, gradients, saved.num_tokens)
     chunk_operands: list[SavedForWeights] = []
     dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, chunk_operands.append)
     return MoEGrads(dx, dprobs, None, None), replace(chunk_operands[0], later=tuple(chunk_operands[1:]))
@@ -1016,7 +1017,7 @@ def _check_comm(comm: Any) -> None:
         )
 
 
-def _check_dy(saved: Saved, dy: Any, gradients: Collection[str]) -> None:
+def _check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) -> None:
     call = enter(dy=dy, w13=saved.w13)
     a = call.args
     quantized = saved.recipe != "bf16"
@@ -1029,14 +1030,36 @@ def _check_dy(saved: Saved, dy: Any, gradients: Collection[str]) -> None:
     else:
         weight_dtypes = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
         checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else weight_dtypes)
-    checks.shape("dy", a.dy, (saved.num_tokens, "H" if a.w13 is None else _hidden(a.w13)))
+    checks.shape("dy", a.dy, (tokens, "H" if a.w13 is None else _hidden(a.w13)))
+
+
+@operation
+def _check_backward_before_sending(
+    saved: Saved,
+    dy: Any,
+    dw13: Any,
+    dw2: Any,
+    dtype: str,
+    gradients: Collection[str],
+    ffn: int | None,
+    tokens: int,
+) -> None:
+    """`_check_backward` as an operation, so that it runs once per set of shapes."""
+    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, tokens)
 
 
 def _check_backward(
-    saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, gradients: Collection[str], ffn: int | None
+    saved: Saved,
+    dy: Any,
+    dw13: Any,
+    dw2: Any,
+    dtype: str,
+    gradients: Collection[str],
+    ffn: int | None,
+    tokens: int,
 ) -> None:
-    """Check all arguments of `moe_backward`, before anything is added to dw13 or dw2."""
-    _check_dy(saved, dy, gradients)
+    """Check all arguments of `moe_backward`, before anything is added to dw13 or dw2. tokens: rows of dy."""
+    _check_dy(saved, dy, gradients, tokens)
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     quantized = saved.recipe != "bf16"
     # the column-wise codes are always saved

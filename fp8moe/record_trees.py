@@ -35,27 +35,58 @@ def field_names(kind: type) -> tuple[str, ...] | None:
         return _field_names.setdefault(kind, names)
 
 
-def map_arrays(fn: Callable[[str, Any], Any], value: Any, name: str = "") -> Any:
-    """Replace every array in a record, tuple or plain value by ``fn(name, array)``."""
-    if is_metadata(value):
+_METADATA, _TUPLE, _ARRAY = "metadata", "tuple", "array"
+_forms: dict[type, Any] = {}
+
+
+def _form(kind: type) -> Any:
+    """How values of a type are traversed: the field names of a record, or one of the three above."""
+    names = field_names(kind)
+    if kind in METADATA_TYPES or kind in SYMBOLIC_TYPES or issubclass(kind, (str, int, float, Options)):
+        form: Any = _METADATA
+    elif issubclass(kind, tuple):
+        form = _TUPLE
+    else:
+        form = _ARRAY if names is None else names
+    return _forms.setdefault(kind, form)
+
+
+def map_arrays(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Replace every array in a record, tuple or plain value by ``fn(array)``."""
+    kind = type(value)
+    form = _forms.get(kind) or _form(kind)
+    if form is _METADATA:
         return value
-    if isinstance(value, tuple):
-        return tuple(map_arrays(fn, v, f"{name}[{i}]") for i, v in enumerate(value))
-    names = field_names(type(value))
-    if names is None:
-        return fn(name, value)
-    prefix = f"{name}." if name else ""
-    new = object.__new__(type(value))
-    for field in names:
-        new.__dict__[field] = map_arrays(fn, getattr(value, field), prefix + field)
+    if form is _ARRAY:
+        return fn(value)
+    if form is _TUPLE:
+        return value if is_metadata(value) else tuple([map_arrays(fn, part) for part in value])
+    new = object.__new__(kind)
+    for field in form:
+        new.__dict__[field] = map_arrays(fn, getattr(value, field))
     return new
 
 
 def arrays_in(value: Any) -> list[Any]:
     """Every array in a record, tuple or plain value."""
     arrays: list[Any] = []
-    map_arrays(lambda _, a: arrays.append(a), value)
+    _collect(value, arrays)
     return arrays
+
+
+def _collect(value: Any, arrays: list[Any]) -> None:
+    kind = type(value)
+    form = _forms.get(kind) or _form(kind)
+    if form is _METADATA:
+        return
+    if form is _ARRAY:
+        arrays.append(value)
+    elif form is _TUPLE:
+        for part in value:
+            _collect(part, arrays)
+    else:
+        for field in form:
+            _collect(getattr(value, field), arrays)
 
 
 def nbytes(*values: Any) -> int:

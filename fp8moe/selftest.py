@@ -352,7 +352,7 @@ class CudaCheck:
         """Check a product with each backend, and "wgmma" also limited to two multiprocessors, which process
         all tiles."""
         kernels = load_backend(0, "grouped_gemm")
-        arrays = [map_arrays(lambda _, a: self.cupy.asarray(a), operand) for operand in operands]
+        arrays = [map_arrays(lambda a: self.cupy.asarray(a), operand) for operand in operands]
         kind = operands[0].fmt if isinstance(operands[0], QuantTensor) else operands[0].dtype.name
         shape = EXPERTS, PRODUCT_ROWS, 2 * FFN, HIDDEN
         verb = "grouped_gemm_wgrad" if function is fp8moe.grouped_gemm_wgrad else "grouped_gemm"
@@ -374,9 +374,9 @@ class CudaCheck:
 
     def _compare_values(self, got: Any, wanted: Any, bound: float) -> None:
         wanted_arrays: list[np.ndarray] = []
-        map_arrays(lambda _, a: wanted_arrays.append(a), wanted)
+        map_arrays(lambda a: wanted_arrays.append(a), wanted)
         got_arrays: list[np.ndarray] = []
-        map_arrays(lambda _, a: got_arrays.append(self.cupy.asnumpy(a)), got)
+        map_arrays(lambda a: got_arrays.append(self.cupy.asnumpy(a)), got)
         for n, (a, b) in enumerate(zip(got_arrays, wanted_arrays, strict=True)):
             if bound == 0:
                 _equal(a, b, f"array {n}")

@@ -49,7 +49,7 @@ class Layout:
         result, call = _dry_run(function, arguments, NOWHERE)
         inputs, specs = len(arguments), [ArraySpec(*buffer) for buffer in call.buffers]
         buffers = [int(a.owner) for a in arrays_in(result)]
-        self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
+        self._result = map_arrays(lambda a: replace(a, owner=None), result)
         steps = call.steps.copy()
         del result
         made = dict.fromkeys(n for n in buffers if n >= inputs or n in in_place)  # each once, in order
@@ -70,7 +70,7 @@ class Layout:
     def result(self, arrays: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """What the call returns, made of its arguments' arrays and its outputs."""
         picked = (arrays[~n] if n < 0 else outputs[n] for n in self.leaves)
-        return map_arrays(lambda _, a: next(picked), self._result)
+        return map_arrays(lambda a: next(picked), self._result)
 
     def run(
         self,
@@ -131,7 +131,7 @@ def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[Array
     """Shapes and dtypes of what ``function`` returns when it is called with a list of such arrays. Dimensions
     may be symbols, as in torch.compile."""
     result, _ = _dry_run(function, arguments, NOWHERE)
-    return map_arrays(lambda _, a: ArraySpec(a.shape, a.dtype), result)
+    return map_arrays(lambda a: ArraySpec(a.shape, a.dtype), result)
 
 
 def _dry_run(

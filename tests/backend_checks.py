@@ -253,12 +253,10 @@ def rows_without_room_are_left_out(upload, download, x, sizes, order):
     room."""
     full = fp8moe.sort_chunks(x, sizes, order)
     rows = int(full.group_offsets[-1])
-    cut = map_arrays(lambda _, a: a[: rows // 2].copy(), full.data)
+    cut = map_arrays(lambda a: a[: rows // 2].copy(), full.data)
     got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), num_out_tokens=rows // 2)
     assert_same(download(got).data, cut)
-    zeros = map_arrays(
-        lambda _, a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data
-    )
+    zeros = map_arrays(lambda a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data)
     wanted = fp8moe.sort_chunks_backward(zeros, sizes, order)
     arguments = map(upload, (cut, sizes, order))
     assert_same(
@@ -274,7 +272,7 @@ def rest_stays(upload, download, x, sizes, order):
     rows = np.concatenate([*rows, np.arange(sizes.sum(), len(arrays_in(x)[0]))])
     for count in (len(rows), int(sizes.sum()) + 1):
         got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), keep_rest=True, num_out_tokens=count).data
-        assert_same(download(got), map_arrays(lambda _, a, n=count: a[rows[:n]], x))
+        assert_same(download(got), map_arrays(lambda a, n=count: a[rows[:n]], x))
         back, _ = fp8moe.sort_chunks_backward(
             got, *map(upload, (sizes, order)), keep_rest=True, num_tokens=len(rows)
         )

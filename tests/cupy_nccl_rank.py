@@ -18,11 +18,11 @@ RANK, WORLD, FILE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
 
 def put(value):
-    return map_arrays(lambda _, a: cupy.asarray(a), value)
+    return map_arrays(lambda a: cupy.asarray(a), value)
 
 
 def get(value):
-    return map_arrays(lambda _, a: cupy.asnumpy(a), value)
+    return map_arrays(lambda a: cupy.asnumpy(a), value)
 
 
 cupy.cuda.Device(RANK).use()

@@ -45,7 +45,7 @@ RECIPES = [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", Non
 def put(value):
     """Copies to this rank's device as a torch tensor."""
 
-    def one(_, a):
+    def one(a):
         if a.dtype == BF16:
             return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16).to(DEVICE)
         return torch.from_numpy(np.ascontiguousarray(a)).to(DEVICE)
@@ -54,7 +54,7 @@ def put(value):
 
 
 def get(value):
-    def one(_, a):
+    def one(a):
         a = a.detach().cpu()
         return a.view(torch.int16).numpy().view(BF16) if a.dtype == torch.bfloat16 else a.numpy()
 

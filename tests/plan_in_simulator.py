@@ -16,7 +16,7 @@ reference = importlib.import_module("fp8moe.reference.plan")
 
 
 def compare(verb, routing, spec):
-    def poison(_, s):
+    def poison(s):
         return poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s
 
     wanted, got = map_arrays(poison, spec), map_arrays(poison, spec)

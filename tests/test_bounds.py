@@ -458,7 +458,7 @@ class Memory:
         return whole[start : start + size].view(dtype).reshape(shape)
 
     def upload(self, value):
-        def placed(_, array):
+        def placed(array):
             host = self.array(array.shape, array.dtype)
             host[...] = array
             return cuda_on_cpu.Array(host)
@@ -803,7 +803,7 @@ def outcome(function, call, junk):
         array.reshape(-1).view(np.uint8)[...] = 0x11 * junk
         return array
 
-    def placed(_, array):
+    def placed(array):
         if type(array) is not np.ndarray or not array.flags.c_contiguous:
             return array
         copied = memory.array(array.shape, array.dtype)

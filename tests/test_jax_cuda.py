@@ -46,17 +46,17 @@ def put():
         device = jax.devices("cuda")[0]
     except RuntimeError as error:
         pytest.skip(str(error))
-    return lambda value: map_arrays(lambda _, a: jax.device_put(a, device), value)
+    return lambda value: map_arrays(lambda a: jax.device_put(a, device), value)
 
 
 def upload(value):
     import cupy
 
-    return map_arrays(lambda _, a: cupy.asarray(a), value)
+    return map_arrays(lambda a: cupy.asarray(a), value)
 
 
 def download(value):
-    return map_arrays(lambda _, a: a.get() if hasattr(a, "get") else np.asarray(a), value)
+    return map_arrays(lambda a: a.get() if hasattr(a, "get") else np.asarray(a), value)
 
 
 @pytest.mark.filterwarnings("ignore:grouped_gemm.*no multiple of 16:RuntimeWarning")
@@ -74,7 +74,7 @@ def test_operations_under_jit_equal_the_kernels(name, put):
         arguments = [a if i in static else next(following) for i, a in enumerate(args)]
         return getattr(jax_ops, verb)(*arguments, **plain, **options)
 
-    plain = {k: v for k, v in options.items() if map_arrays(lambda _, a: None, v) is v}
+    plain = {k: v for k, v in options.items() if map_arrays(lambda a: None, v) is v}
     arrays = {k: put(v) for k, v in options.items() if k not in plain}
     for _ in range(3):
         results = function(traced, arrays)

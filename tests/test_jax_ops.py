@@ -38,11 +38,11 @@ from fp8moe.record_trees import map_arrays
 
 
 def to_jax(value):
-    return map_arrays(lambda _, a: jnp.asarray(a), value)
+    return map_arrays(lambda a: jnp.asarray(a), value)
 
 
 def to_numpy(value):
-    return map_arrays(lambda _, a: np.asarray(a), value)
+    return map_arrays(lambda a: np.asarray(a), value)
 
 
 def jitted(function, *args, **options):

@@ -168,7 +168,7 @@ def test_tensors_with_freed_memory_raise():
 def test_results_that_share_memory_with_an_argument_follow_it():
     """The one scale of a tensor is returned without a copy, in a new record."""
     for _ in range(4):
-        plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
+        plan = map_arrays(lambda a: torch.from_numpy(a), A_PLAN)
         x = torch.tensor(RNG.integers(0, 120, (6, 64)).astype(np.uint8))
         q = fp8moe.QuantTensor(x, torch.tensor([0.5]), "e4m3", None)
         moved = fp8moe.permute(q, plan).data
@@ -377,7 +377,7 @@ def test_result_without_memory_raises(monkeypatch):
 def test_calls_of_python_functions_between_user_and_kernel():
     """Without loading of kernels; this machine's stubs for CUDA make the same number of calls as the
     originals."""
-    plan, probs = map_arrays(lambda _, a: torch.tensor(a), A_PLAN), torch.ones(6, 2)
+    plan, probs = map_arrays(lambda a: torch.tensor(a), A_PLAN), torch.ones(6, 2)
     counted = []
     for width in (128, 256, 256):
         x = torch.tensor(values(RNG, (6, width), np.float32))
@@ -545,7 +545,7 @@ def test_a_launch_plan_counts_writes_inside_of_its_operation(monkeypatch):
     x = values(RNG, (64, 128), np.float32)
     for _ in range(3):  # each time other memory
         q = cuda_on_cpu.upload(fp8moe.quantize(values(RNG, (128, 128), np.float32)))
-        half = cuda_on_cpu.map_arrays(lambda _, a: a[64:], q)
+        half = cuda_on_cpu.map_arrays(lambda a: a[64:], q)
         before = times_overwritten(q), times_overwritten(half)
         quantize_second_half(cuda_on_cpu.upload(x), q)
         assert same_bits(q.data.host[64:], fp8moe.quantize(x).data)

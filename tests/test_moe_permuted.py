@@ -481,7 +481,7 @@ def test_on_cuda(recipe, align_size, recompute):
     for _ in range(2):
         for a, b in zip(in_halves(saved, put["dy"]), wanted[1:], strict=True):
             assert torch.equal(a, b)
-    place = map_arrays(lambda _, a: torch.from_numpy(a).cuda(), plan)
+    place = map_arrays(lambda a: torch.from_numpy(a).cuda(), plan)
     torch.cuda.synchronize()
     for _ in range(2):
         with warnings.catch_warnings():

@@ -31,7 +31,7 @@ DTYPES = (
 
 
 def poison(spec):
-    return map_arrays(lambda _, s: poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s, spec)
+    return map_arrays(lambda s: poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s, spec)
 
 
 def poisoned_rows(x, plan, probs):

@@ -123,7 +123,7 @@ def of_plan(function):
 
     def call(arrays):
         following = iter(arrays)
-        plan = map_arrays(lambda _, a: next(following), PLAN)
+        plan = map_arrays(lambda a: next(following), PLAN)
         return function(plan, *following)
 
     return call, tuple(arrays_in(PLAN))

@@ -102,7 +102,7 @@ def _message_layout(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> _Message
     if fmt is not None:
         checks.dtype("x", raw.x, checks.QUANTIZABLE)
         like = quantize_spec(raw.x, fmt, (1, 128), "compact", False)
-    like = map_arrays(lambda _, a: ArraySpec(tuple(a.shape), a.dtype), like)  # holds no memory
+    like = map_arrays(lambda a: ArraySpec(tuple(a.shape), a.dtype), like)  # holds no memory
     each = (*_parts(like), *raw.parts)
     shapes = tuple((tuple(p.shape[1:]), p.dtype.name) for p in each)
     size = message_spec(each).shape[1]

@@ -155,11 +155,11 @@ def whole_or_part(value):
 
 
 def upload(value):
-    return map_arrays(lambda _, a: Array(a), value)
+    return map_arrays(lambda a: Array(a), value)
 
 
 def download(value):
-    return map_arrays(lambda _, a: a.host, value)
+    return map_arrays(lambda a: a.host, value)
 
 
 class Runtime:
