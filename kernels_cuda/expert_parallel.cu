@@ -59,11 +59,11 @@ __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
     for (; at + 3 * 512 < bytes; at += 4 * 512) {
       uint4 v[4];
 #pragma unroll
-      for (int u = 0; u < 4; ++u) v[u] = __ldcs((const uint4*)(from + at + 512 * u));
+      for (int u = 0; u < 4; ++u) v[u] = *(const uint4*)(from + at + 512 * u);
 #pragma unroll
       for (int u = 0; u < 4; ++u) *(uint4*)(to + at + 512 * u) = v[u];
     }
-    for (; at < bytes; at += 512) *(uint4*)(to + at) = __ldcs((const uint4*)(from + at));
+    for (; at < bytes; at += 512) *(uint4*)(to + at) = *(const uint4*)(from + at);
   } else if ((((size_t)from | (size_t)to | bytes) & 3) == 0) {
     for (u32 at = lane * 4; at < bytes; at += 128) *(u32*)(to + at) = *(const u32*)(from + at);
   } else {

@@ -99,12 +99,14 @@ struct Eight {  // raw bits, as in memory
   uint4 words[FROM == F32 ? 2 : 1];
 };
 
+// Ordinary loads: streaming ones (ld.cs, evict first), or ones that are not kept in L1, take 2 to 8 % longer
+// (docs/experiments/quantize.md).
 template <int FROM>
 __device__ __forceinline__ Eight<FROM> load_eight(const void* p, i64 eighth) {
   Eight<FROM> v;
   const uint4* in = (const uint4*)p + eighth * (FROM == F32 ? 2 : 1);
-  v.words[0] = __ldcs(in);
-  if (FROM == F32) v.words[FROM == F32] = __ldcs(in + 1);
+  v.words[0] = in[0];
+  if (FROM == F32) v.words[FROM == F32] = in[1];
   return v;
 }
 

@@ -29,7 +29,7 @@ LONG_ROW_SHARED = 14_000
 # Zero rows are copied from this many bytes of shared memory. With long pieces that would reduce occupancy
 # (152.3 instead of 146.3 us), and ordinary stores are used.
 ZEROS, LONG_PIECE = 2048, 12_000
-SHARE = 256  # vectors of a row per thread block of unpermute_bf16
+SHARE = 256  # vectors of a row per thread block of unpermute_bf16: two per thread
 FILLERS = 132  # thread blocks of unpermute_bf16_backward that write zero rows
 CHUNK_THREADS = 256  # must match sort_chunks.cu
 UNIT = 4096  # bytes of rows per warp of sort_chunks_rows
@@ -67,8 +67,8 @@ def sort_chunks_pieces(rows: int, row_bytes: int, scale_bytes: int) -> Pieces:
 
 
 def unpermute_configuration(tokens: int, vectors: int) -> Configuration:
-    """Configuration of unpermute_bf16: ``vectors`` of eight values per row, two of SHARE per thread."""
-    return Configuration((tokens, -(-vectors // SHARE)), SHARE // 2)
+    """Configuration of unpermute_bf16: consecutive blocks for the ``vectors`` of eight values of a row."""
+    return Configuration(tokens * threads(vectors, SHARE), SHARE // 2)
 
 
 def unpermute_backward_configuration(tokens: int, columns: int) -> Configuration:
@@ -213,7 +213,7 @@ def _merge(
     if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
         vectors = width // 8
         grid = unpermute_configuration(tokens, vectors).grid
-        arguments = (x, *maps, *probs, vectors, SHARE, out)
+        arguments = (x, *maps, *probs, vectors, threads(vectors, SHARE), out)
         if grad_probs is None:
             launch("unpermute", "unpermute_bf16", *grid, *arguments)
         else:

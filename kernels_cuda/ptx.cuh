@@ -249,12 +249,3 @@ __device__ __forceinline__ u32 load_kept(const u32* p, bool last) {
 __device__ __forceinline__ void store_kept(float* p, float v, bool last) {
   KEPT(last, "st.global.L2::cache_hint.f32 [%0], %1", ::"l"(p), "f"(v) : "memory");
 }
-
-// Load of 16 bytes that are not read again.
-__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}

@@ -405,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 row = i / (u32)of_row, at = i - row * (u32)of_row;
   const i64 place = row * row_stride + at / (MX ? 2 : 8) * column_stride;
   const float scale = MX ? e8m0_to_float(((const u8*)scales)[place]) : ((const float*)scales)[place];
-  const uint4 v = load_streaming((const uint4*)codes + i);
+  const uint4 v = ((const uint4*)codes)[i];
   const u32 fours[4] = {v.x, v.y, v.z, v.w};
   float x[16];
 #pragma unroll

@@ -416,8 +416,10 @@ def test_threads_cover_all_rows_and_no_block_is_idle():
     rows, width = 4097, 7168
     vectors = width // 8
     configuration = permute.unpermute_configuration(rows, vectors)
-    assert configuration.blocks[0] == rows
-    assert (configuration.blocks[1] - 1) * permute.SHARE < vectors <= configuration.blocks[1] * permute.SHARE
+    shares, rest = divmod(configuration.blocks, rows)
+    assert rest == 0
+    assert (shares - 1) * permute.SHARE < vectors <= shares * permute.SHARE
+    assert 2 * configuration.threads == permute.SHARE  # unpermute.cu: two vectors per thread
     assert permute.unpermute_backward_configuration(rows, width).blocks - permute.FILLERS == rows
     for configuration, values_of_thread, values in (
         (swiglu.rows_configuration(rows, vectors), 16, rows * width),

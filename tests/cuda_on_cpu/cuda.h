@@ -139,10 +139,6 @@ inline int4 make_int4(int a, int b, int c, int d) { return {a, b, c, d}; }
 inline float2 make_float2(float a, float b) { return {a, b}; }
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 template <class T>
-T __ldcs(const T* p) {
-  return *p;
-}
-template <class T>
 T __ldg(const T* p) {
   return *p;
 }

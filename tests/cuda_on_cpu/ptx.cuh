@@ -99,4 +99,3 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 inline u32 load_kept(const u32* p, bool) { return *p; }
 inline void store_kept(float* p, float v, bool) { *p = v; }
-inline uint4 load_streaming(const uint4* p) { return *p; }
