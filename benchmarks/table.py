@@ -484,7 +484,7 @@ EXPERIMENTS = {
         "cuBLASLt",
     ),
     "grouped-gemm-16-bit": ("grouped_gemm 16 bits",),
-    "expert-parallelism": ("exchange", "dispatch", "combine"),
+    "expert-parallelism": ("exchange", "dispatch", "combine", "pack messages", "unpack messages"),
     "host": ("host",),
     "layer": ("layer",),
 }
