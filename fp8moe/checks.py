@@ -43,6 +43,10 @@ from fp8moe.records import (
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
 INTEGERS = (INT32, np.dtype(np.int64))
+MASKS = tuple(
+    np.dtype(name)
+    for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+)
 FLOATS = (BFLOAT16, np.dtype(np.float16), FLOAT32, np.dtype(np.float64))
 QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
@@ -55,23 +59,26 @@ MAX_EXPERTS = 2**20  # a plan has arrays of this length
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
     if type(x) is not DeviceArray:
-        if isinstance(x, QuantTensor):
-            raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
-        _require_array(name, x, fix)
+        if isinstance(x, (QuantTensor, Quantized)):
+            raise TypeError(f"{name}: got a {type(x).__name__}; wanted a plain array{_fix(fix)}")
+        require_array(name, x, fix)
     if x.dtype not in wanted:
         names = ", ".join(d.name for d in wanted)
         raise TypeError(f"{name}: got dtype {x.dtype.name}; wanted {names}{_fix(fix)}")
 
 
-def _require_array(name: str, x: Any, fix: str) -> None:
+def require_array(name: str, x: Any, fix: str = "") -> None:
     if is_metadata(x):
         raise TypeError(f"{name}: got {x!r}; wanted an array{_fix(fix)}")
+    if not hasattr(x, "shape"):  # a tuple or a record
+        fix = fix or ("pass its rowwise or columnwise" if isinstance(x, Quantized) else "")
+        raise TypeError(f"{name}: got a {type(x).__name__}; wanted an array{_fix(fix)}")
 
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """Check a shape. ``wanted``: an int must match; a str names a size that may be any."""
     if type(x) is not DeviceArray:
-        _require_array(name, x, fix)
+        require_array(name, x, fix)
     got = x.shape
     if len(got) == len(wanted):
         for g, w in zip(got, wanted, strict=True):
@@ -281,14 +288,16 @@ def quant_tensor(
     name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",)
 ) -> QuantTensor:
     """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales."""
+    blocks = tuple(blocks)
     if isinstance(q, Quantized):
-        raise TypeError(f"{name}: got a Quantized; wanted a QuantTensor; pass its rowwise or columnwise")
+        sides = [s for s in ("rowwise", "columnwise") if getattr(getattr(q, s), "block", None) in blocks]
+        fix = " or ".join(f"{name}.{side}" for side in sides or ("rowwise", "columnwise"))
+        raise TypeError(f"{name}: got a Quantized; wanted a QuantTensor; pass {fix}")
     if not isinstance(q, QuantTensor):
         raise TypeError(
             f"{name}: got an array of {getattr(q, 'dtype', type(q).__name__)}; wanted a QuantTensor, "
             "as quantize returns"
         )
-    blocks = tuple(blocks)
     if q.block not in blocks or any(type(size) is not int for size in q.block or ()):
         raise TypeError(f"{name}.block: got {q.block}; wanted one of {', '.join(map(str, blocks))}")
     formats, scale_dtype = BLOCKS[q.block]

@@ -12,7 +12,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, Quantized, QuantTensor
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 #: backends that copy the offsets to the host, and therefore cannot be captured in a CUDA graph
@@ -148,7 +148,7 @@ def grouped_gemm(
     a = call.args
     backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
     transpose_w = checks.flag("transpose_w", transpose_w)
-    quantized = isinstance(a.x, QuantTensor)
+    quantized = isinstance(a.x, (QuantTensor, Quantized))  # of which `quant_tensor` names the one to pass
     if quantized:
         checks.quant_tensor("x", a.x, ((1, 128),), ("compact", "gemm_ready"))
         checks.quant_tensor("w", a.w, ((128, 128),))
@@ -320,13 +320,16 @@ def grouped_gemm_wgrad(
     call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out, tokens_per_expert=tokens_per_expert)
     a = call.args
     backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
-    if isinstance(a.dy, QuantTensor):
-        for name, q, blocks in (("dy", a.dy, ((128, 1), (128, 128))), ("x", a.x, (a.dy.block,))):
-            if not checks.quant_tensor(name, q, blocks).columnwise:
+    if isinstance(a.dy, (QuantTensor, Quantized)):
+        blocks: tuple[Any, ...] = (128, 1), (128, 128)
+        for name in ("dy", "x"):
+            q = checks.quant_tensor(name, getattr(a, name), blocks)
+            if not q.columnwise:
                 raise ValueError(
                     f"{name}.transposed: got False; wanted codes stored transposed; pass "
                     'fp8moe.scaling_aware_transpose(..., target="block")'
                 )
+            blocks = (q.block,)
     else:
         checks.dtype("dy", a.dy, checks.FLOATS)
         checks.dtype("x", a.x, (a.dy.dtype,))

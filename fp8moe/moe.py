@@ -1205,6 +1205,24 @@ def _check_backend_of(
     )
 
 
+def _in_one(name: str, w: Any) -> str:
+    """How to pass w1 and w3 separately, for errors."""
+    both = isinstance(w, tuple) and name == "w13"
+    return "pass w1 and w3 in one array, [E, 2F, H], or quantize_weights((w1, w3))" if both else ""
+
+
+def _stored_transposed(name: str, w: Any, axis: int, hidden: int, quantized: bool) -> str:
+    """How to pass weights whose dimension ``axis`` is H, which other libraries store transposed, for
+    errors."""
+    if isinstance(w, QuantTensor) or len(w.shape) != 3:
+        return ""
+    if w.shape[axis] != hidden or w.shape[3 - axis] == hidden:
+        return ""
+    if quantized:
+        return f"pass quantize_weights({name}, transposed=True)"
+    return f"pass a contiguous copy of {name} with its last two dimensions swapped"
+
+
 def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     """Check x and the weights; returns the number of experts."""
     quantized = recipe != "bf16"
@@ -1229,23 +1247,22 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
                 )
             setattr(a, name, w.rowwise)
         else:
-            checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,))
-    checks.shape("w13", a.w13, ("E", "2F" if activation.gated else "F", hidden))
+            checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w))
+    rows = "2F" if activation.gated else "F"
+    checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed("w13", a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
     if width % activation.columns(128 if quantized else 1):
-        ffn = width // 2 + -(width // 2) % 128
+        ffn = round_up(activation.width(width), 128)
+        options = f"parts=2, rows={ffn}" if activation.gated else f"rows={ffn}"
         wanted = (
-            "twice a multiple of 128, so that no block spans both halves; pass quantize_weights(w13, "
-            f"parts=2, rows={ffn}) and quantize_weights(w2, columns={ffn})"
-            if quantized
-            else "an even number"
-        )
-        raise ValueError(
-            f"w13: got 2F = {width}; wanted {wanted}"
+            "twice a multiple of 128, so that no block spans both halves"
             if activation.gated
-            else f"w13: got F = {width}; wanted a multiple of 128; pass quantize_weights(w13, rows=...)"
+            else "a multiple of 128"
         )
-    checks.shape("w2", a.w2, (experts, hidden, activation.width(width)))
+        wanted += f"; pass quantize_weights(w13, {options}) and quantize_weights(w2, columns={ffn})"
+        raise ValueError(f"w13: got {rows} = {width}; wanted {wanted if quantized else 'an even number'}")
+    fix = _stored_transposed("w2", a.w2, 2, hidden, quantized)
+    checks.shape("w2", a.w2, (experts, hidden, activation.width(width)), fix)
     return int(experts)
 
 

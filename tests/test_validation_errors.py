@@ -53,6 +53,9 @@ def spread_out(x):
     return wide[..., 0]
 
 
+VALID = {("a list", "tokens_per_expert"), ("a Quantized", "w13"), ("a Quantized", "w2")}
+QUANTIZED = fp8moe.quantize(X, columnwise=True)
+BOTH = fp8moe.quantize_weights(np.ones((E, 8, H), np.float32))
 BREAKS = {
     "a list": lambda x: x.tolist(),
     "complex": lambda x: np.ones(x.shape, np.complex64),
@@ -60,6 +63,9 @@ BREAKS = {
     "one dimension more": lambda x: x[None].copy(),
     "on no device": lambda x: torch.ones(tuple(x.shape), device="meta"),
     "on another device": OnCuda,
+    "a tuple": lambda x: (x, x),
+    "a Quantized": lambda x: QUANTIZED,
+    "a plan": lambda x: PLAN,
 }
 
 
@@ -77,8 +83,8 @@ def broken_calls():
                 for kind in BREAKS:
                     if kind == "strided" and array.size == 1:
                         continue  # one element has no gaps
-                    if kind == "a list" and name == "tokens_per_expert":
-                        continue  # which is valid
+                    if (kind, name) in VALID or (kind, function) == ("a tuple", "quantize_weights"):
+                        continue
                     yield pytest.param(function, name, field, kind, id=f"{function}-{name}-{field}-{kind}")
 
 
@@ -230,6 +236,12 @@ MISFITS = [
     ),
     ("swiglu_quantize", {"block": (128, 128)}, ValueError, "block: got"),
     ("grouped_gemm", {"w": np.ones((E, 8, H), np.float32)}, TypeError, "w: got an array of float32"),
+    ("grouped_gemm", {"x": QUANTIZED}, TypeError, "x: got a Quantized; .*; pass x.rowwise$"),
+    ("grouped_gemm", {"w": BOTH}, TypeError, "w: got a Quantized; .*; pass w.rowwise or w.columnwise$"),
+    ("grouped_gemm", {"x": ROWS, "w": BOTH}, TypeError, "w: got a Quantized; wanted a plain array"),
+    ("grouped_gemm_wgrad", {"dy": QUANTIZED}, TypeError, "dy: got a Quantized; .*; pass dy.columnwise$"),
+    ("grouped_gemm_wgrad", {"x": QUANTIZED}, TypeError, "x: got a Quantized; .*; pass x.columnwise$"),
+    ("permute", {"x": QUANTIZED}, TypeError, "x: got a Quantized; .*; pass its rowwise or columnwise$"),
     ("grouped_gemm", {"expert_offsets": OFFSETS[:2].copy()}, ValueError, "expert_offsets: got shape"),
     ("grouped_gemm", {"transpose_w": True}, ValueError, "transpose_w: got True"),
     ("grouped_gemm", {"backend": "wgmma"}, ValueError, "backend: got 'wgmma' for arrays on the CPU"),

@@ -190,10 +190,10 @@ def require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
     if isinstance(x, (np.ma.MaskedArray, np.matrix)):
         raise TypeError(
             f"{name}: got a {type(x).__name__}; wanted a plain array, without a mask or matrix semantics; "
-            "pass x.filled(value), or numpy.asarray(x)"
+            f"pass {name}.filled(value), or numpy.asarray({name})"
         )
     if not x.flags.c_contiguous:
-        raise not_contiguous(name, x.shape, x.strides, f"{fix}(x)")
+        raise not_contiguous(name, x.shape, x.strides, f"{fix}({name})")
     known_dtype(x.dtype, name)
     return x
 
