@@ -549,6 +549,7 @@ def moe_ffn(
         raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")
     if token_sharding is None:
         return _moe_of_any_dtype(x, w13, w2, topk_ids, topk_probs, layer)
+    require_arrays(x=x, topk_ids=topk_ids, topk_probs=topk_probs)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
     if len(tokens) >= x.ndim:
         raise ValueError(
@@ -588,12 +589,19 @@ def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _L
 
 def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
     """ids and probs as [T, k]. They have x's leading dimensions, or one for all tokens."""
+    require_arrays(x=x, topk_ids=ids, topk_probs=probs)
     leading = x.shape[:-1]
     for name, a in (("topk_ids", ids), ("topk_probs", probs)):
         if a.shape[:-1] not in (leading, (math.prod(leading),)):
             wanted = ", ".join(map(str, (*leading, "k")))
             raise ValueError(f"{name}: got shape {list(a.shape)}; wanted [{wanted}], for x {list(x.shape)}")
     return [as_matrix(a) for a in (ids, probs)]
+
+
+def require_arrays(**values: Any) -> None:
+    for name, a in values.items():
+        if not hasattr(a, "dtype"):
+            raise no_array(a, name)
 
 
 def as_matrix(a: Any) -> Any:

@@ -154,7 +154,8 @@ def grouped_gemm(
         checks.quant_tensor("w", a.w, ((128, 128),))
     else:
         checks.dtype("x", a.x, checks.FLOATS)
-        checks.dtype("w", a.w, (a.x.dtype,))
+        fix = "pass x=fp8moe.quantize(x)" if isinstance(a.w, (QuantTensor, Quantized)) else ""
+        checks.dtype("w", a.w, (a.x.dtype,), fix)
     if quantized and transpose_w:
         raise ValueError(
             "transpose_w: got True with FP8 weights; wanted it with plain arrays; pass the columnwise "

@@ -338,6 +338,22 @@ def test_other_leading_dimensions_raise(axis_name):
         layer(x, *weights, ids, probs.swapaxes(0, 1), **options)
 
 
+@pytest.mark.parametrize("axis_name", [None, "ep", "sharded tokens"])
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_probs"])
+def test_lists_are_refused_by_name(name, axis_name):
+    layer, options = jax_ops.moe_ffn, {"recipe": "bf16"}
+    if axis_name == "ep":
+        layer, options["axis_name"] = jax_expert_parallel.moe_ffn, axis_name
+    elif axis_name is not None:
+        mesh = jax.make_mesh((1,), ("ep",), (jax.sharding.AxisType.Auto,))
+        options["token_sharding"] = jax.NamedSharding(mesh, jax.P("ep"))
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    given = {"x": x, "topk_ids": ids, "topk_probs": probs}
+    given[name] = np.asarray(given[name]).tolist()
+    with pytest.raises(TypeError, match=f"{name}: got builtins.list; wanted an array"):
+        jax.jit(lambda w13: layer(w13=w13, w2=w2, **given, **options))((w1, w3))
+
+
 def test_one_leading_dimension_for_ids():
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     flat = (a.reshape(-1, K) for a in (ids, probs))
