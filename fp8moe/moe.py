@@ -25,7 +25,7 @@ from fp8moe.expert_parallel import (
 )
 from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
-from fp8moe.expert_parallel.protocols import capacity_of, chunks_of, with_spare
+from fp8moe.expert_parallel.protocols import capacity_of, check_comm, chunks_of, with_spare
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.grouped_gemm import (
     BACKENDS,
@@ -352,7 +352,8 @@ def forward_keeping(
     ranks a backward that computes ``gradients``."""
     checks.choice("recipe", options["recipe"], RECIPES)
     checks.choice("recompute", options["recompute"], RECOMPUTE)
-    _check_comm(comm)
+    if comm is not None:
+        check_comm(comm)
     checks.options("activation", options["activation"], Activation)
     _check_gradients(gradients)
     checks.choice("backend", options["backend"], BACKENDS)
@@ -958,7 +959,8 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
                 f"{name}: got FP8 codes that quantize_weights has overwritten since the forward; wanted "
                 "those that the forward read; run the backward first, or quantise without out="
             )
-    _check_comm(comm)
+    if comm is not None:
+        check_comm(comm)
     if (comm is None) != (saved.route is None):
         raise ValueError(
             f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward"
@@ -1006,14 +1008,6 @@ def _check_gradients(gradients: Any) -> None:
         raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
     for name in gradients:
         checks.choice("gradients", name, GRADIENTS)
-
-
-def _check_comm(comm: Any) -> None:
-    if comm is not None and not hasattr(comm, "world_size"):
-        raise TypeError(
-            f"comm: got {type(comm).__name__}; wanted a transport, such as those of "
-            "fp8moe.adapters.torch_distributed, or None"
-        )
 
 
 def _check_dy(saved: Saved, dy: Any, gradients: Collection[str]) -> None:
