@@ -76,7 +76,11 @@ def run(
         torch.cuda.set_device(rank)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        "nccl" if cuda else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", rank) if cuda else None,
     )
     hidden, layers = HIDDEN if cuda else 256, [(tokens, 8 if cuda else 2) for tokens in sizes[1]]
     for name in by:
