@@ -1205,16 +1205,16 @@ def _in_one(name: str, w: Any) -> str:
     return "pass w1 and w3 in one array, [E, 2F, H], or quantize_weights((w1, w3))" if both else ""
 
 
-def _stored_transposed(name: str, w: Any, axis: int, hidden: int, quantized: bool) -> str:
-    """How to pass weights whose dimension ``axis`` is H, which other libraries store transposed, for
-    errors."""
+def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:
+    """How to pass weights that are stored transposed, as w seems to be: its dimension ``axis`` is H. Names
+    both weights, because the other may be transposed and square."""
     if isinstance(w, QuantTensor) or len(w.shape) != 3:
         return ""
     if w.shape[axis] != hidden or w.shape[3 - axis] == hidden:
         return ""
     if quantized:
-        return f"pass quantize_weights({name}, transposed=True)"
-    return f"pass a contiguous copy of {name} with its last two dimensions swapped"
+        return "pass weights stored [E, in, out] as quantize_weights(w13, transposed=True), and w2 likewise"
+    return "pass contiguous copies of weights stored [E, in, out], with the last two dimensions swapped"
 
 
 def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
@@ -1222,7 +1222,8 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     quantized = recipe != "bf16"
     checks.shape("x", a.x, ("T", "H"))
     if not isinstance(a.x, QuantTensor):
-        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS)
+        fix = 'pass x in bfloat16 (ml_dtypes.bfloat16 in NumPy and CuPy), or recipe="bf16"'
+        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS, fix if quantized else "")
     hidden = a.x.shape[1]
     for name in ("w13", "w2"):
         w = getattr(a, name)
@@ -1243,7 +1244,7 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
         else:
             checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w))
     rows = "2F" if activation.gated else "F"
-    checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed("w13", a.w13, 1, hidden, quantized))
+    checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
     if width % activation.columns(128 if quantized else 1):
         ffn = round_up(activation.width(width), 128)
@@ -1255,7 +1256,7 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
         )
         wanted += f"; pass quantize_weights(w13, {options}) and quantize_weights(w2, columns={ffn})"
         raise ValueError(f"w13: got {rows} = {width}; wanted {wanted if quantized else 'an even number'}")
-    fix = _stored_transposed("w2", a.w2, 2, hidden, quantized)
+    fix = _stored_transposed(a.w2, 2, hidden, quantized)
     checks.shape("w2", a.w2, (experts, hidden, activation.width(width)), fix)
     return int(experts)
 

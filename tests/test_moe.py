@@ -392,12 +392,12 @@ def test_validation_errors_name_the_argument():
         (
             {"w13": inputs["w13"].swapaxes(1, 2).copy()},
             ValueError,
-            r"w13: got shape .*; pass quantize_weights\(w13, transposed=True\)$",
+            r"w13: got shape .*; pass weights stored .* as quantize_weights\(w13, transposed=True\)",
         ),
         (
             {"w2": inputs["w2"].swapaxes(1, 2).copy()},
             ValueError,
-            r"w2: got shape .*; pass quantize_weights\(w2, transposed=True\)$",
+            r"w2: got shape .*; pass weights stored .* as quantize_weights\(w13, transposed=True\)",
         ),
         ({"w2": inputs["w2"][1:]}, ValueError, r"w2: got shape .*; wanted \[[0-9, ]*\]$"),
         ({"topk_ids": inputs["topk_probs"]}, TypeError, "topk_ids: got dtype float32"),

@@ -44,7 +44,7 @@ class Torch(Framework):
             if x.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
                     f"{name}: got a tensor that requires grad, but this function does not record gradients; "
-                    "use fp8moe.adapters.torch_ops, pass {name}.detach(), or call it under torch.no_grad()"
+                    f"use fp8moe.adapters.torch_ops, pass {name}.detach(), or call it under torch.no_grad()"
                 )
             if not x.is_contiguous():
                 if x.layout is not torch.strided:
