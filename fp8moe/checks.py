@@ -10,6 +10,7 @@ receive the bounds and ignore entries outside of them.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import sys
@@ -87,6 +88,10 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
         else:
             return
     text = "[" + ", ".join(str(w) for w in wanted) + "]"
+    if not fix and len(wanted) == 2 < len(got) and not isinstance(x, QuantTensor):
+        rows = math.prod(got[:-1]), got[-1]
+        if all(isinstance(w, str) or g == w for g, w in zip(rows, wanted, strict=True)):
+            fix = f"pass {name}.reshape(-1, {got[-1]})"
     raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
 
 
@@ -285,9 +290,10 @@ def _within(name: str, values: np.ndarray, high: int, template: str, reason: str
 
 
 def quant_tensor(
-    name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",)
+    name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",), fix: str = ""
 ) -> QuantTensor:
-    """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales."""
+    """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales.
+    ``fix`` is for another block."""
     blocks = tuple(blocks)
     if isinstance(q, Quantized):
         sides = [s for s in ("rowwise", "columnwise") if getattr(getattr(q, s), "block", None) in blocks]
@@ -299,7 +305,7 @@ def quant_tensor(
             "as quantize returns"
         )
     if q.block not in blocks or any(type(size) is not int for size in q.block or ()):
-        raise TypeError(f"{name}.block: got {q.block}; wanted one of {', '.join(map(str, blocks))}")
+        raise TypeError(f"{name}.block: got {q.block}; wanted {' or '.join(map(str, blocks))}{_fix(fix)}")
     formats, scale_dtype = BLOCKS[q.block]
     if q.fmt not in formats:
         raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted {' or '.join(formats)} for block {q.block}")

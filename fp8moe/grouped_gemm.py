@@ -151,7 +151,7 @@ def grouped_gemm(
     quantized = isinstance(a.x, (QuantTensor, Quantized))  # of which `quant_tensor` names the one to pass
     if quantized:
         checks.quant_tensor("x", a.x, ((1, 128),), ("compact", "gemm_ready"))
-        checks.quant_tensor("w", a.w, ((128, 128),))
+        checks.quant_tensor("w", a.w, ((128, 128),), fix="pass fp8moe.quantize_weights(w).rowwise")
     else:
         checks.dtype("x", a.x, checks.FLOATS)
         fix = "pass x=fp8moe.quantize(x)" if isinstance(a.w, (QuantTensor, Quantized)) else ""
@@ -164,7 +164,10 @@ def grouped_gemm(
     checks.shape("x", a.x, ("P", "K"))
     contraction = a.x.shape[1]
     w = a.w.data if quantized else a.w
-    checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
+    fix = ""
+    if not quantized and not transpose_w and len(w.shape) == 3 and w.shape[1] == contraction:
+        fix = "pass transpose_w=True for w [E, K, N]"
+    checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction), fix)
     experts, width = w.shape[0], w.shape[2 if transpose_w else 1]
     checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
     _check_counts(a.tokens_per_expert, experts)
@@ -324,7 +327,8 @@ def grouped_gemm_wgrad(
     if isinstance(a.dy, (QuantTensor, Quantized)):
         blocks: tuple[Any, ...] = (128, 1), (128, 128)
         for name in ("dy", "x"):
-            q = checks.quant_tensor(name, getattr(a, name), blocks)
+            fix = f"pass fp8moe.scaling_aware_transpose({name}, expert_offsets)"
+            q = checks.quant_tensor(name, getattr(a, name), blocks, fix=fix)
             if not q.columnwise:
                 raise ValueError(
                     f"{name}.transposed: got False; wanted codes stored transposed; pass "

@@ -662,6 +662,14 @@ def test_validation_errors_name_the_argument():
         torch_ops.quantize(None)
     with pytest.raises(TypeError, match=r"x: got numpy\.ndarray; wanted a torch tensor"):
         torch_ops.permute(np.ones((T, H)), plans()[0])
+    x, plan = torch.ones(T, H, requires_grad=True), plans()[0]
+    with pytest.raises(TypeError, match=r"x: got .*Permuted; wanted a torch tensor; pass x\.data$"):
+        torch_ops.unpermute(torch_ops.permute(x, plan), plan)
+    both = fp8moe.quantize(x.detach(), columnwise=True)
+    with pytest.raises(TypeError, match=r"x: got .*Quantized; .*; pass x\.rowwise or x\.columnwise$"):
+        torch_ops.permute(both, plan)
+    with pytest.raises(TypeError, match=r"x: got .*PermutationPlan; wanted a torch tensor"):
+        torch_ops.permute(plan, x)  # in the wrong order
     of_numpy = fp8moe.plan_topk(routing().numpy(), E)
     assert torch_ops.permute(torch.ones(T, H), of_numpy).data.shape == (of_numpy.num_out_tokens, H)
     with pytest.raises(TypeError, match=r"plan: got one of numpy\.ndarray; wanted one of torch tensors"):

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArraySpec, DeviceArray
+from fp8moe.records import ArraySpec, DeviceArray, Permuted, SortedChunks
 
 #: a raw buffer: `numpy.ndarray` on the CPU, `DeviceArray` on CUDA
 RawArray = np.ndarray | DeviceArray
@@ -123,9 +123,10 @@ class Framework:
 
 
 def no_array(x: Any, name: str) -> TypeError:
+    fix = f"; pass {name}.data" if isinstance(x, (Permuted, SortedChunks)) else ""
     return TypeError(
         f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted an array (NumPy, torch, "
-        "CuPy, JAX, or anything with __dlpack__ or __cuda_array_interface__)"
+        f"CuPy, JAX, or anything with __dlpack__ or __cuda_array_interface__){fix}"
     )
 
 
