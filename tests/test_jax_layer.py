@@ -284,7 +284,7 @@ REFUSED = {
     "lists of numbers": (
         lambda x, w, v: (w, v.tolist()),
         TypeError,
-        "w2: got builtins.list; wanted an array",
+        r"w2: got builtins.list; wanted an array of JAX or NumPy; pass jax.numpy.asarray\(w2\)",
     ),
     "integers": (lambda x, w, v: (w.astype(jnp.int32), v), TypeError, "w13: got dtype int32"),
     "codes": (
@@ -336,6 +336,24 @@ def test_other_leading_dimensions_raise(axis_name):
         layer(x, *weights, ids.swapaxes(0, 1), probs.swapaxes(0, 1), **options)
     with pytest.raises(ValueError, match=f"topk_probs: {message}"):
         layer(x, *weights, ids, probs.swapaxes(0, 1), **options)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("hidden", "ffn"), [(64, 24), (64, 32), (64, 64)])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_weights_of_the_other_layout_name_the_option(recipe, hidden, ffn, transposed, apart):
+    """Also those whose gates and ups, or both weights, are square."""
+    rng = np.random.default_rng(0)
+    w1, w3 = rng.standard_normal((2, 2, ffn, hidden)).astype(np.float32)
+    w2 = rng.standard_normal((2, hidden, ffn)).astype(np.float32)
+    x, ids, probs = jnp.ones((4, hidden)), jnp.zeros((4, 1), int), jnp.ones((4, 1))
+    weights = in_layout(w1, w3, w2, transposed, apart)
+    jax_ops.moe_ffn(x, *weights, ids, probs, recipe=recipe, transposed=transposed)
+    if hidden == ffn and apart:
+        return  # which fit in both layouts
+    with pytest.raises(ValueError, match=f"w13: got .*; pass transposed={transposed} for weights"):
+        jax_ops.moe_ffn(x, *weights, ids, probs, recipe=recipe, transposed=not transposed)
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep", "sharded tokens"])
