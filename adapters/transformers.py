@@ -68,7 +68,7 @@ def enable(
     Raises
     ------
     ValueError
-        For an invalid recipe, recompute, backend or num_sms.
+        For an invalid recipe, recompute, backend or num_sms, or a name of another implementation.
 
     Examples
     --------
@@ -89,6 +89,12 @@ def enable(
         "backend": checks.choice("backend", backend, BACKENDS),
         "num_sms": check_limit(num_sms),
     }
+    registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
+    if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
+        raise ValueError(
+            f"name: got {name!r}, an implementation of transformers, which every model that selects it would "
+            "lose; wanted another name"
+        )
 
     def experts_forward(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
