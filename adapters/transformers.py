@@ -26,8 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        f"fp8moe.adapters.transformers needs transformers 5.23 or later ({error}): pip install "
+        "'transformers>=5.23'"
+    ) from error
 
 import fp8moe
 from fp8moe import Activation, checks

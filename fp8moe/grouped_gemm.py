@@ -283,7 +283,8 @@ def grouped_gemm_wgrad(
     expert_offsets : ArrayLike, int32, [E+1]
         The rows of expert e are offsets[e]:offsets[e+1].
     out : ArrayLike, floating point, [E, N, K], or None
-        Accumulator: the gradient is added to it in place, and it is returned. None: a new array of ``dtype``.
+        Accumulator: the gradient is added to it, and the sum is returned, in its memory. None: a new array of
+        ``dtype``.
     dtype : "float32", "bfloat16" or "float64"
         Dtype of a new result.
     backend : str or None
