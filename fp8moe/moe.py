@@ -1199,10 +1199,11 @@ def _check_backend_of(
     )
 
 
-def _in_one(name: str, w: Any) -> str:
-    """How to pass w1 and w3 separately, for errors."""
-    both = isinstance(w, tuple) and name == "w13"
-    return "pass w1 and w3 in one array, [E, 2F, H], or quantize_weights((w1, w3))" if both else ""
+def _in_one(name: str, w: Any, quantized: bool) -> str:
+    """How to pass w1 and w3, which came in a tuple, for errors."""
+    if name != "w13" or not isinstance(w, tuple):
+        return ""
+    return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
 
 
 def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:
@@ -1242,7 +1243,9 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
                 )
             setattr(a, name, w.rowwise)
         else:
-            checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w))
+            checks.dtype(
+                name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w, quantized)
+            )
     rows = "2F" if activation.gated else "F"
     checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
