@@ -214,6 +214,18 @@ def test_allocator_option_requires_cuda(capsys):
         assert "--allocator: got" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "99"]])
+def test_the_exchange_needs_a_gpu_for_each_rank(ranks, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    from fp8moe.benchmarks import exchange
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["exchange", *ranks])
+    with pytest.raises(SystemExit):
+        exchange.main()
+    assert "wanted 1 to all of them, or --device cpu" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_bench_with_torchs_allocator(capsys):
     torch = pytest.importorskip("torch")
