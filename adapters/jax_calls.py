@@ -88,7 +88,7 @@ def describe(
         "fp8moe": fp8moe.__version__,
         "function": name,
         "args": _encode(args, number),
-        "options": {key: _encode(options[key], number) for key in sorted(options)},
+        "options": {key: _encode(options[key], number, key) for key in sorted(options)},
     }
     for a in operands:
         if not all(isinstance(n, int) for n in a.shape):
@@ -101,8 +101,8 @@ def describe(
     return json.dumps(description, separators=(",", ":")), operands
 
 
-def _encode(value: Any, number: Callable[[Any], int]) -> Any:
-    """A value as JSON. number: returns the index of an array."""
+def _encode(value: Any, number: Callable[[Any], int], name: str = "an argument") -> Any:
+    """A value as JSON. number: returns the index of an array. name: of the argument, for errors."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -117,7 +117,7 @@ def _encode(value: Any, number: Callable[[Any], int]) -> Any:
         values = value if isinstance(value, list) else sorted(value)  # the same text in every process
         return {"list": [_encode(v, number) for v in values]}
     if isinstance(value, (type, np.dtype)):
-        raise TypeError(f"got {value!r} as an argument; wanted the name of the type, such as 'float32'")
+        raise TypeError(f"{name}: got {value!r}; wanted the name of the type, such as 'float32'")
     if type(value).__name__ in _KINDS:
         fields = {n: _encode(getattr(value, n), number) for n in field_names(type(value)) or ()}
         return {"record": type(value).__name__, **fields}

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 try:
     import jax
     import jax.export
@@ -41,7 +43,6 @@ from fp8moe.dispatch import Function
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.interop import no_array
 from fp8moe.moe import RECIPES, RECOMPUTE, Saved
 from fp8moe.record_trees import arrays_in
 from fp8moe.records import (
@@ -232,7 +233,7 @@ def permute(
 def may_need_grad(x: Any) -> bool:
     """Whether rows can have a gradient. FP8 codes cannot: their probabilities, which can, are permuted in a
     separate call, with rows of zero columns."""
-    return not isinstance(x, QuantTensor) and x.dtype in checks.FLOATS
+    return not isinstance(x, QuantTensor) and getattr(x, "dtype", None) in checks.FLOATS
 
 
 def no_columns(probs: Any) -> Any:
@@ -549,6 +550,7 @@ def moe_ffn(
         raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")
     if token_sharding is None:
         return _moe_of_any_dtype(x, w13, w2, topk_ids, topk_probs, layer)
+    require_arrays(x=x, topk_ids=topk_ids, topk_probs=topk_probs)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
     if len(tokens) >= x.ndim:
         raise ValueError(
@@ -588,12 +590,24 @@ def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _L
 
 def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
     """ids and probs as [T, k]. They have x's leading dimensions, or one for all tokens."""
+    require_arrays(x=x, topk_ids=ids, topk_probs=probs)
     leading = x.shape[:-1]
     for name, a in (("topk_ids", ids), ("topk_probs", probs)):
         if a.shape[:-1] not in (leading, (math.prod(leading),)):
             wanted = ", ".join(map(str, (*leading, "k")))
             raise ValueError(f"{name}: got shape {list(a.shape)}; wanted [{wanted}], for x {list(x.shape)}")
     return [as_matrix(a) for a in (ids, probs)]
+
+
+def require_arrays(**values: Any) -> None:
+    for name, a in values.items():
+        if not isinstance(a, (jax.Array, np.ndarray)):
+            raise _no_jax_array(name, a)
+
+
+def _no_jax_array(name: str, x: Any) -> TypeError:
+    kind = f"{type(x).__module__}.{type(x).__qualname__}"
+    return TypeError(f"{name}: got {kind}; wanted an array of JAX or NumPy; pass jax.numpy.asarray({name})")
 
 
 def as_matrix(a: Any) -> Any:
@@ -615,8 +629,8 @@ def operands(
                 raise TypeError("w13: got a tuple of Quantized; wanted quantize_weights((gates, ups), ...)")
             if recipe == "bf16":
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
-        elif not hasattr(a, "dtype"):
-            raise no_array(a, name)
+        elif not isinstance(a, (jax.Array, np.ndarray)):
+            raise _no_jax_array(name, a)
         elif a.dtype not in checks.FLOATS:
             raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
     if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):
@@ -632,12 +646,15 @@ def operands(
         # here, because widths that differ may be equal after padding
         given = [w.shape[2 if transposed else 1] for w in parts]
         ffn = int(w2.shape[1 if transposed else 2])
+        stored = _other_layout(x, parts, w2, transposed, activation)
         if sum(given) != activation.columns(ffn):
             of_each = "F" if len(parts) > 1 or not activation.gated else "2F"
             raise ValueError(
                 f"w13: got {of_each} = {given[0]} with F = {ffn} of w2; wanted "
-                f"{of_each} = {activation.columns(ffn) // len(parts)}"
+                f"{of_each} = {activation.columns(ffn) // len(parts)}{stored}"
             )
+        if stored and parts[0].shape[1 if transposed else 2] != x.shape[-1]:
+            raise ValueError(f"w13: got shape {list(parts[0].shape)} for x {list(x.shape)}{stored}")
     rows = as_matrix(x)
     if recipe != "bf16":
         return rows.astype(jnp.bfloat16), w13, w2
@@ -645,6 +662,20 @@ def operands(
     w13, w2 = (w.astype(x.dtype) for w in (gate_up, w2))
     # NumPy's swapaxes would give a view that is not contiguous
     return rows, *(jnp.swapaxes(w, 1, 2) if transposed else w for w in (w13, w2))
+
+
+def _other_layout(x: Any, parts: Any, w2: Any, transposed: bool, activation: Activation) -> str:
+    """For errors: the option for weights that fit x in the other layout; "" if they do not."""
+    hidden, (inner, outer) = x.shape[-1], (2, 1) if transposed else (1, 2)
+    widths = sum(w.shape[outer] for w in parts), activation.columns(w2.shape[inner])
+    if (
+        any(n != hidden for n in (*(w.shape[inner] for w in parts), w2.shape[outer]))
+        or widths[0] != widths[1]
+    ):
+        return ""
+    return (
+        f"; pass transposed={not transposed} for weights {'[E, out, in]' if transposed else '[E, in, out]'}"
+    )
 
 
 def multiplied(w13: Any, w2: Any, layer: Any) -> tuple[Any, Any]:

@@ -508,6 +508,8 @@ def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
 
 def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 (or w1 and w3) and w2, after checks of dtypes and shapes for the recipe."""
+    if isinstance(w13, list):
+        raise TypeError("w13: got a list; wanted a tensor, or a tuple of two; pass tuple(w13)")
     parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
         check_float(name, w, 3)
@@ -535,8 +537,15 @@ def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halv
         check_float("bias13", bias13)
         checks.shape("bias13", bias13, (parts[0].shape[0], width))
     if isinstance(w2, Tensor) and halves * w2.shape[2] != width:
-        ffn = width // halves
-        raise ValueError(f"w2: got shape {list(w2.shape)}; wanted [E, H, {ffn}], for the {width} rows of w13")
+        wanted = f"wanted [E, H, {width // halves}], for the {width} rows of w13"
+        first, second = parts[0].shape[1:], w2.shape[1:]
+        # one or both stored transposed
+        stored = (first, second[::-1]), (first[::-1], second), (first[::-1], second[::-1])
+        for (ffn, hidden), of_w2 in stored:
+            if (hidden, ffn * len(parts)) == (of_w2[0], halves * of_w2[1]):
+                wanted += "; pass weights stored [E, in, out] as w13.transpose(1, 2), w2.transpose(1, 2)"
+                break
+        raise ValueError(f"w2: got shape {list(w2.shape)}; {wanted}")
     return [tuple(parts) if len(parts) == 2 else parts[0], w2]
 
 

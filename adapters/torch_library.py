@@ -25,6 +25,12 @@ from fp8moe.plan import NumOutTokens
 from fp8moe.record_trees import SYMBOLIC_TYPES
 from fp8moe.records import ArraySpec
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    raise ImportError(
+        f"fp8moe's adapters for torch need torch 2.11 or later (this is {torch.__version__}): pip install "
+        "'torch>=2.11'"
+    )
+
 SYMBOLIC_TYPES.add(torch.SymInt)
 
 NAMESPACE = "fp8moe"

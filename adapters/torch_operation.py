@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from fp8moe import PermutationPlan, Quantized, QuantTensor
+from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import (
     PLAIN,
@@ -87,9 +87,9 @@ def operation(
                 return result
         if gradient is not None:
             rows = values[first]
-            if rows is None:
+            if not isinstance(rows, (Tensor, QuantTensor)):
                 raise _not_a_tensor(first, rows)
-            if type(rows) is QuantTensor or rows.dtype not in DIFFERENTIABLE:
+            if isinstance(rows, QuantTensor) or rows.dtype not in DIFFERENTIABLE:
                 result = _of_codes(values, gradient.codes)
                 if result is not None:
                     return result
@@ -258,7 +258,9 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _not_a_tensor(name: str, x: Any) -> TypeError:
-    return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
+    fix = f"; pass {name}.data" if isinstance(x, (Permuted, SortedChunks)) else ""
+    fix = f"; pass {name}.rowwise or {name}.columnwise" if isinstance(x, Quantized) else fix
+    return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor{fix}")
 
 
 def check_tensor(name: str, x: Any) -> None:

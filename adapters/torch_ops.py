@@ -70,7 +70,7 @@ def _exact_plan(function: Any, values: Values) -> Any:
     """Plans whose row count is read back by the host; they cannot be part of a compiled graph."""
     rows, by_default = values["num_out_tokens"], values.get("topk", 0) is None
     if is_exact(rows) or (rows is None and by_default):
-        wanted = "an int" if by_default else "an int, or None for the static bound"
+        wanted = f"an int, or {'topk= with None' if by_default else 'None'} for the static bound"
         return unrecorded(function.__wrapped__, values, f"num_out_tokens: got {rows!r}{_READS}", wanted)
     return None
 

@@ -31,7 +31,7 @@ from fp8moe.adapters.torch_operation import (
     refuse_transforms,
 )
 from fp8moe.adapters.torch_sharding import local_of, own_part
-from fp8moe.router import add_product
+from fp8moe.router import add_product, check_choice
 
 __all__ = ["Router", "route"]
 
@@ -80,8 +80,7 @@ class Router(nn.Module):
     ):
         super().__init__()
         checks.options("config", config, RouterConfig)
-        if config.topk > num_experts:
-            raise ValueError(f"config: got topk={config.topk}; wanted at most num_experts = {num_experts}")
+        check_choice(config, num_experts)
         self.config = config
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None

@@ -192,7 +192,11 @@ class FP8MoEConverter(QuantizationConverter):
         """
         layers = list(model_config.traverse(RoutedExperts.Config))
         if not layers:
-            raise ValueError(f"model_config: got {type(model_config)._owner.__name__} without routed experts")
+            name = type(model_config)._owner.__name__
+            raise ValueError(
+                f"model_config: got {name} without routed experts; wanted one with them; leave the "
+                "converter out of a dense model's"
+            )
         for fqn, config, parent, attribute in layers:
             for part, wanted in ((config, RoutedExperts), (config.inner_experts, GroupedExperts)):
                 owner = type(part)._owner

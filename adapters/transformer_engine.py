@@ -484,10 +484,10 @@ def _resize(verb, inp: Tensor, m_splits: list[int], align_size: int, rows: int) 
 
 
 def contiguous(x: Any) -> Any:
-    """A tensor, the tensors of a QuantTensor, or None, contiguous as the kernels require."""
+    """A tensor, or the tensors of a QuantTensor, contiguous as the kernels require; others unchanged."""
     if isinstance(x, Tensor):
         return x.contiguous()
-    if x is None:
+    if not isinstance(x, QuantTensor):
         return x
     return replace(x, data=x.data.contiguous(), scales=x.scales.contiguous())
 

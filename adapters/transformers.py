@@ -26,8 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        f"fp8moe.adapters.transformers needs transformers 5.23 or later ({error}): pip install "
+        "'transformers>=5.23'"
+    ) from error
 
 import fp8moe
 from fp8moe import Activation, checks
@@ -68,7 +75,7 @@ def enable(
     Raises
     ------
     ValueError
-        For an invalid recipe, recompute, backend or num_sms.
+        For an invalid recipe, recompute, backend or num_sms, or a name of another implementation.
 
     Examples
     --------
@@ -89,6 +96,12 @@ def enable(
         "backend": checks.choice("backend", backend, BACKENDS),
         "num_sms": check_limit(num_sms),
     }
+    registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
+    if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
+        raise ValueError(
+            f"name: got {name!r}, an implementation of transformers, which every model that selects it would "
+            "lose; wanted another name"
+        )
 
     def experts_forward(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor

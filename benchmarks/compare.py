@@ -64,12 +64,21 @@ def main(
     Raises
     ------
     ImportError
-        Without torch, which is needed to call every library.
+        Without torch, which is needed to call every library; for a picture, without matplotlib.
+    ValueError
+        For a picture without the part "layer".
     """
-    if importlib.util.find_spec("torch") is None:
-        raise ImportError("compare needs torch, which is missing: pip install 'fp8moe[bench,torch]'")
+    for package in ("torch", "matplotlib") if picture is not None else ("torch",):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"compare needs {package}, which is missing: pip install 'fp8moe[bench,torch]'")
     import torch
 
+    parts = tuple(parts)
+    if picture is not None and LAYER not in parts:
+        named = ", ".join(repr(part.name) for part in parts)
+        raise ValueError(
+            f"--picture: got it with the parts {named}; wanted {LAYER.name!r}, which it shows, too"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = ON_THE_CPU if device == "cpu" else QUICK if quick else SHAPES

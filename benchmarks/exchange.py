@@ -46,13 +46,16 @@ ROWS, TOKENS = (4096, 8192, 32_768), (4096, 16_384)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--ranks", type=int, default=0, help="GPUs; by default all")
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs; by default all, on the CPU two processes")
     parser.add_argument("--by", nargs="+", choices=("nccl", "peer"), default=["nccl", "peer"])
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of each rank")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of the layer, of each rank")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, tiny sizes")
     arguments = parser.parse_args()
-    world = arguments.ranks or torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
+    world = arguments.ranks or (gpus if arguments.device == "cuda" else 2)
+    if arguments.device == "cuda" and not 0 < world <= gpus:
+        parser.error(f"--ranks: got {world} with {gpus} GPUs; wanted 1 to all of them, or --device cpu")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -76,7 +79,11 @@ def run(
         torch.cuda.set_device(rank)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        "nccl" if cuda else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", rank) if cuda else None,
     )
     hidden, layers = HIDDEN if cuda else 256, [(tokens, 8 if cuda else 2) for tokens in sizes[1]]
     for name in by:

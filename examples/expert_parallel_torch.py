@@ -18,8 +18,10 @@ def train(rank: int, world: int, gpus: bool, store: str) -> None:
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
-    backend = "nccl" if gpus else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    backend, device_id = ("nccl", device) if gpus else ("gloo", None)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, device_id=device_id
+    )
     ranks = dist.group.WORLD
     if gpus and world <= MOST_RANKS:
         # ranks write directly to each other's memory over NVLink; x and its gradient are float32 here

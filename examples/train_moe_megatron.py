@@ -111,13 +111,15 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
     single_process = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    backend, device_id = "gloo", None
     if a.device == "cpu":
         emulate_cuda_on_cpu()
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         a.device = torch.device("cuda", torch.cuda.current_device())
+        backend, device_id = "nccl", a.device
     torch.distributed.init_process_group(
-        "gloo" if a.device == "cpu" else "nccl", **({} if "RANK" in os.environ else single_process)
+        backend, **({} if "RANK" in os.environ else single_process), device_id=device_id
     )
     parallel_state.initialize_model_parallel(expert_model_parallel_size=a.expert_parallel)
     if a.device != "cpu":

@@ -6,7 +6,6 @@ Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requireme
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -50,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
     compile_.add_argument(
         "--arch",
         action="append",
-        type=_architecture,
         metavar="SM",
         help=f"an architecture such as sm_90a; repeatable (default: {' '.join(ARCHITECTURES)})",
     )
@@ -186,12 +184,6 @@ def _integer(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"got {text}; wanted an integer of {least} or more")
     return value
-
-
-def _architecture(text: str) -> str:
-    if not re.fullmatch(r"sm_\d{2,3}[af]?", text):
-        raise argparse.ArgumentTypeError(f"got {text}; wanted one such as sm_90a")
-    return text
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ receive the bounds and ignore entries outside of them.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import sys
@@ -43,6 +44,10 @@ from fp8moe.records import (
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
 INTEGERS = (INT32, np.dtype(np.int64))
+MASKS = tuple(
+    np.dtype(name)
+    for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+)
 FLOATS = (BFLOAT16, np.dtype(np.float16), FLOAT32, np.dtype(np.float64))
 QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
@@ -55,23 +60,26 @@ MAX_EXPERTS = 2**20  # a plan has arrays of this length
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
     if type(x) is not DeviceArray:
-        if isinstance(x, QuantTensor):
-            raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
-        _require_array(name, x, fix)
+        if isinstance(x, (QuantTensor, Quantized)):
+            raise TypeError(f"{name}: got a {type(x).__name__}; wanted a plain array{_fix(fix)}")
+        require_array(name, x, fix)
     if x.dtype not in wanted:
         names = ", ".join(d.name for d in wanted)
         raise TypeError(f"{name}: got dtype {x.dtype.name}; wanted {names}{_fix(fix)}")
 
 
-def _require_array(name: str, x: Any, fix: str) -> None:
+def require_array(name: str, x: Any, fix: str = "") -> None:
     if is_metadata(x):
         raise TypeError(f"{name}: got {x!r}; wanted an array{_fix(fix)}")
+    if not hasattr(x, "shape"):  # a tuple or a record
+        fix = fix or ("pass its rowwise or columnwise" if isinstance(x, Quantized) else "")
+        raise TypeError(f"{name}: got a {type(x).__name__}; wanted an array{_fix(fix)}")
 
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """Check a shape. ``wanted``: an int must match; a str names a size that may be any."""
     if type(x) is not DeviceArray:
-        _require_array(name, x, fix)
+        require_array(name, x, fix)
     got = x.shape
     if len(got) == len(wanted):
         for g, w in zip(got, wanted, strict=True):
@@ -80,6 +88,10 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
         else:
             return
     text = "[" + ", ".join(str(w) for w in wanted) + "]"
+    if not fix and len(wanted) == 2 < len(got) and not isinstance(x, QuantTensor):
+        rows = math.prod(got[:-1]), got[-1]
+        if all(isinstance(w, str) or g == w for g, w in zip(rows, wanted, strict=True)):
+            fix = f"pass {name}.reshape(-1, {got[-1]})"
     raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
 
 
@@ -278,19 +290,22 @@ def _within(name: str, values: np.ndarray, high: int, template: str, reason: str
 
 
 def quant_tensor(
-    name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",)
+    name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",), fix: str = ""
 ) -> QuantTensor:
-    """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales."""
+    """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales.
+    ``fix`` is for another block."""
+    blocks = tuple(blocks)
     if isinstance(q, Quantized):
-        raise TypeError(f"{name}: got a Quantized; wanted a QuantTensor; pass its rowwise or columnwise")
+        sides = [s for s in ("rowwise", "columnwise") if getattr(getattr(q, s), "block", None) in blocks]
+        fix = " or ".join(f"{name}.{side}" for side in sides or ("rowwise", "columnwise"))
+        raise TypeError(f"{name}: got a Quantized; wanted a QuantTensor; pass {fix}")
     if not isinstance(q, QuantTensor):
         raise TypeError(
             f"{name}: got an array of {getattr(q, 'dtype', type(q).__name__)}; wanted a QuantTensor, "
             "as quantize returns"
         )
-    blocks = tuple(blocks)
     if q.block not in blocks or any(type(size) is not int for size in q.block or ()):
-        raise TypeError(f"{name}.block: got {q.block}; wanted one of {', '.join(map(str, blocks))}")
+        raise TypeError(f"{name}.block: got {q.block}; wanted {' or '.join(map(str, blocks))}{_fix(fix)}")
     formats, scale_dtype = BLOCKS[q.block]
     if q.fmt not in formats:
         raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted {' or '.join(formats)} for block {q.block}")

@@ -12,7 +12,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, Quantized, QuantTensor
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 #: backends that copy the offsets to the host, and therefore cannot be captured in a CUDA graph
@@ -148,13 +148,14 @@ def grouped_gemm(
     a = call.args
     backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
     transpose_w = checks.flag("transpose_w", transpose_w)
-    quantized = isinstance(a.x, QuantTensor)
+    quantized = isinstance(a.x, (QuantTensor, Quantized))  # of which `quant_tensor` names the one to pass
     if quantized:
         checks.quant_tensor("x", a.x, ((1, 128),), ("compact", "gemm_ready"))
-        checks.quant_tensor("w", a.w, ((128, 128),))
+        checks.quant_tensor("w", a.w, ((128, 128),), fix="pass fp8moe.quantize_weights(w).rowwise")
     else:
         checks.dtype("x", a.x, checks.FLOATS)
-        checks.dtype("w", a.w, (a.x.dtype,))
+        fix = "pass x=fp8moe.quantize(x)" if isinstance(a.w, (QuantTensor, Quantized)) else ""
+        checks.dtype("w", a.w, (a.x.dtype,), fix)
     if quantized and transpose_w:
         raise ValueError(
             "transpose_w: got True with FP8 weights; wanted it with plain arrays; pass the columnwise "
@@ -163,7 +164,10 @@ def grouped_gemm(
     checks.shape("x", a.x, ("P", "K"))
     contraction = a.x.shape[1]
     w = a.w.data if quantized else a.w
-    checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
+    fix = ""
+    if not quantized and not transpose_w and len(w.shape) == 3 and w.shape[1] == contraction:
+        fix = "pass transpose_w=True for w [E, K, N]"
+    checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction), fix)
     experts, width = w.shape[0], w.shape[2 if transpose_w else 1]
     checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
     _check_counts(a.tokens_per_expert, experts)
@@ -279,7 +283,8 @@ def grouped_gemm_wgrad(
     expert_offsets : ArrayLike, int32, [E+1]
         The rows of expert e are offsets[e]:offsets[e+1].
     out : ArrayLike, floating point, [E, N, K], or None
-        Accumulator: the gradient is added to it in place, and it is returned. None: a new array of ``dtype``.
+        Accumulator: the gradient is added to it, and the sum is returned, in its memory. None: a new array of
+        ``dtype``.
     dtype : "float32", "bfloat16" or "float64"
         Dtype of a new result.
     backend : str or None
@@ -320,13 +325,17 @@ def grouped_gemm_wgrad(
     call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out, tokens_per_expert=tokens_per_expert)
     a = call.args
     backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
-    if isinstance(a.dy, QuantTensor):
-        for name, q, blocks in (("dy", a.dy, ((128, 1), (128, 128))), ("x", a.x, (a.dy.block,))):
-            if not checks.quant_tensor(name, q, blocks).columnwise:
+    if isinstance(a.dy, (QuantTensor, Quantized)):
+        blocks: tuple[Any, ...] = (128, 1), (128, 128)
+        for name in ("dy", "x"):
+            fix = f"pass fp8moe.scaling_aware_transpose({name}, expert_offsets)"
+            q = checks.quant_tensor(name, getattr(a, name), blocks, fix=fix)
+            if not q.columnwise:
                 raise ValueError(
                     f"{name}.transposed: got False; wanted codes stored transposed; pass "
                     'fp8moe.scaling_aware_transpose(..., target="block")'
                 )
+            blocks = (q.block,)
     else:
         checks.dtype("dy", a.dy, checks.FLOATS)
         checks.dtype("x", a.x, (a.dy.dtype,))

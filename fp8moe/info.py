@@ -112,6 +112,7 @@ def _require_device() -> None:
         raise RuntimeError("no CUDA device")
     for room in ROOMS:
         importlib.import_module(f"fp8moe.kernels_cuda.{room}")
+    importlib.import_module("fp8moe.kernels_cuda.driver").architecture(0)  # raises for one that is too old
 
 
 def _devices() -> list[str]:

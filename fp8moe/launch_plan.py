@@ -120,7 +120,10 @@ class DryRun(Call):
     def to_host(self, raw: RawArray) -> np.ndarray:
         if self.device != NOWHERE:
             raise NotPlannable
-        raise TypeError("this call looks at values, which are not known yet; pass num_out_tokens as a number")
+        raise TypeError(
+            "this call looks at values, which are not known yet; pass num_out_tokens as a number, or to "
+            "plan_routing_map topk="
+        )
 
     def depends_on_values(self) -> None:
         raise NotPlannable

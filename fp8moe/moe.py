@@ -25,7 +25,7 @@ from fp8moe.expert_parallel import (
 )
 from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
-from fp8moe.expert_parallel.protocols import capacity_of, chunks_of, with_spare
+from fp8moe.expert_parallel.protocols import capacity_of, check_comm, chunks_of, with_spare
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.grouped_gemm import (
     BACKENDS,
@@ -352,7 +352,8 @@ def forward_keeping(
     ranks a backward that computes ``gradients``."""
     checks.choice("recipe", options["recipe"], RECIPES)
     checks.choice("recompute", options["recompute"], RECOMPUTE)
-    _check_comm(comm)
+    if comm is not None:
+        check_comm(comm)
     checks.options("activation", options["activation"], Activation)
     _check_gradients(gradients)
     checks.choice("backend", options["backend"], BACKENDS)
@@ -959,7 +960,8 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
                 f"{name}: got FP8 codes that quantize_weights has overwritten since the forward; wanted "
                 "those that the forward read; run the backward first, or quantise without out="
             )
-    _check_comm(comm)
+    if comm is not None:
+        check_comm(comm)
     if (comm is None) != (saved.route is None):
         raise ValueError(
             f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward"
@@ -1007,14 +1009,6 @@ def _check_gradients(gradients: Any) -> None:
         raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
     for name in gradients:
         checks.choice("gradients", name, GRADIENTS)
-
-
-def _check_comm(comm: Any) -> None:
-    if comm is not None and not hasattr(comm, "world_size"):
-        raise TypeError(
-            f"comm: got {type(comm).__name__}; wanted a transport, such as those of "
-            "fp8moe.adapters.torch_distributed, or None"
-        )
 
 
 def _check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) -> None:
@@ -1228,12 +1222,32 @@ def _check_backend_of(
     )
 
 
+def _in_one(name: str, w: Any, quantized: bool) -> str:
+    """How to pass w1 and w3, which came in a tuple, for errors."""
+    if name != "w13" or not isinstance(w, tuple):
+        return ""
+    return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
+
+
+def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:
+    """How to pass weights that are stored transposed, as w seems to be: its dimension ``axis`` is H. Names
+    both weights, because the other may be transposed and square."""
+    if isinstance(w, QuantTensor) or len(w.shape) != 3:
+        return ""
+    if w.shape[axis] != hidden or w.shape[3 - axis] == hidden:
+        return ""
+    if quantized:
+        return "pass weights stored [E, in, out] as quantize_weights(w13, transposed=True), and w2 likewise"
+    return "pass contiguous copies of weights stored [E, in, out], with the last two dimensions swapped"
+
+
 def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     """Check x and the weights; returns the number of experts."""
     quantized = recipe != "bf16"
     checks.shape("x", a.x, ("T", "H"))
     if not isinstance(a.x, QuantTensor):
-        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS)
+        fix = 'pass x in bfloat16 (ml_dtypes.bfloat16 in NumPy and CuPy), or recipe="bf16"'
+        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS, fix if quantized else "")
     hidden = a.x.shape[1]
     for name in ("w13", "w2"):
         w = getattr(a, name)
@@ -1252,23 +1266,24 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
                 )
             setattr(a, name, w.rowwise)
         else:
-            checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,))
-    checks.shape("w13", a.w13, ("E", "2F" if activation.gated else "F", hidden))
+            checks.dtype(
+                name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w, quantized)
+            )
+    rows = "2F" if activation.gated else "F"
+    checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
     if width % activation.columns(128 if quantized else 1):
-        ffn = width // 2 + -(width // 2) % 128
+        ffn = round_up(activation.width(width), 128)
+        options = f"parts=2, rows={ffn}" if activation.gated else f"rows={ffn}"
         wanted = (
-            "twice a multiple of 128, so that no block spans both halves; pass quantize_weights(w13, "
-            f"parts=2, rows={ffn}) and quantize_weights(w2, columns={ffn})"
-            if quantized
-            else "an even number"
-        )
-        raise ValueError(
-            f"w13: got 2F = {width}; wanted {wanted}"
+            "twice a multiple of 128, so that no block spans both halves"
             if activation.gated
-            else f"w13: got F = {width}; wanted a multiple of 128; pass quantize_weights(w13, rows=...)"
+            else "a multiple of 128"
         )
-    checks.shape("w2", a.w2, (experts, hidden, activation.width(width)))
+        wanted += f"; pass quantize_weights(w13, {options}) and quantize_weights(w2, columns={ffn})"
+        raise ValueError(f"w13: got {rows} = {width}; wanted {wanted if quantized else 'an even number'}")
+    fix = _stored_transposed(a.w2, 2, hidden, quantized)
+    checks.shape("w2", a.w2, (experts, hidden, activation.width(width)), fix)
     return int(experts)
 
 

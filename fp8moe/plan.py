@@ -223,7 +223,8 @@ def raw_plan_topk(
     name: str = "topk_ids",
 ) -> PermutationPlan:
     """`plan_topk` within a call, on raw arrays. ``name``: the argument name of the ids."""
-    checks.arrays((name, ids, checks.INTEGERS, ("T", "k")))
+    checks.dtype(name, ids, checks.INTEGERS)
+    checks.shape(name, ids, ("T", "k"))
     num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
     checks.expert_ids(call, name, ids, num_experts)
     spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
@@ -234,8 +235,7 @@ def raw_plan_routing_map(
     call: Call, mask: Any, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
 ) -> PermutationPlan:
     """`plan_routing_map` within a call, on raw arrays."""
-    if mask.dtype.kind not in "biu":
-        raise TypeError(f"routing_map: got dtype {mask.dtype.name}; wanted bool or an integer type")
+    checks.dtype("routing_map", mask, checks.MASKS)
     checks.shape("routing_map", mask, ("T", "E"))
     if topk is None:
         num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens

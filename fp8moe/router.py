@@ -335,6 +335,12 @@ def _check(logits: Any, config: Any) -> tuple[int, int]:
     tokens, experts = logits.shape
     if experts > MAX_EXPERTS:
         raise ValueError(f"logits: got {experts} experts; wanted at most {MAX_EXPERTS}")
+    check_choice(config, experts)
+    return tokens, experts
+
+
+def check_choice(config: RouterConfig, experts: int) -> None:
+    """Check that so many experts have the configuration's groups, and enough experts in them."""
     if experts % config.num_groups:
         raise ValueError(
             f"config.num_groups: got {config.num_groups} for {experts} experts; wanted a divisor of them"
@@ -345,4 +351,3 @@ def _check(logits: Any, config: Any) -> tuple[int, int]:
             f"config.topk: got {config.topk}; wanted at most {eligible}, the experts of "
             f"{config.topk_groups} of {config.num_groups} groups"
         )
-    return tokens, experts

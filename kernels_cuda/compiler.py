@@ -176,6 +176,14 @@ def main(architectures: list[str] | None) -> int:
     """Compiles everything and prints registers and spills; returns 1 if anything fails or spills."""
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
+    # those of `driver.architecture`
+    known = [f"sm_{n}" + ("a" if n >= 90 else "") for n in nvrtc.getSupportedArchs() if n >= 80]
+    for architecture in architectures or ():
+        if architecture not in known:
+            raise ValueError(
+                f"--arch: got {architecture}; wanted one that NVRTC {version} compiles these kernels for: "
+                + ", ".join(known)
+            )
     print(f"NVRTC {version}")
     print(f"{'kernel':58} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
     failed = kernels = spilling = 0

@@ -25,8 +25,13 @@ runtime = cupy.cuda.runtime
 @cache
 def architecture(device: int) -> str:
     """sm_90a for compute capability 9.0: "a" enables the instructions that only this architecture has."""
-    capability = cupy.cuda.Device(device).compute_capability
-    return f"sm_{capability}" + ("a" if int(capability) >= 90 else "")
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    if capability < 80:
+        raise RuntimeError(
+            f"CUDA device {device} has compute capability {capability / 10}; wanted 8.0 or newer, with the "
+            "instructions of the kernels; pass arrays on another device, or on the CPU"
+        )
+    return f"sm_{capability}" + ("a" if capability >= 90 else "")
 
 
 @cache

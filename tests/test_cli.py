@@ -14,7 +14,7 @@ import fp8moe
 from fp8moe import info, selftest
 from fp8moe.__main__ import main
 from fp8moe.benchmarks import harness
-from fp8moe.demo.train import standard_library_text
+from fp8moe.demo import train
 
 
 def call(*arguments):
@@ -116,7 +116,6 @@ def test_cuda_without_a_device_is_reported_in_one_line(verb, capsys):
         (["selftest", "--device", "cpu", "--seed", "-1"], "argument --seed: got -1; wanted an integer of 0"),
         (["demo", "--seed", "x"], "argument --seed: got x; wanted an integer of 0"),
         (["demo", "--layers", "x"], "argument --layers: got x; wanted an integer of 1"),
-        (["compile", "--arch", "hopper"], "argument --arch: got hopper; wanted one such as sm_90a"),
     ],
 )
 def test_invalid_arguments_are_named(arguments, words, capsys):
@@ -124,6 +123,30 @@ def test_invalid_arguments_are_named(arguments, words, capsys):
         main(arguments)
     assert left.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("architecture", ["hopper", "sm_70", "sm_75", "sm_90", "sm_95"])
+def test_compile_refuses_architectures_that_no_kernel_runs_on(architecture, capsys):
+    """sm_90 too: devices of compute capability 9.0 run sm_90a, which has more kernels."""
+    pytest.importorskip("cupy")
+    assert main(["compile", "--arch", "sm_90a", "--arch", architecture]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"fp8moe compile: --arch: got {architecture}; wanted .*sm_80, .*sm_90a, .*\n", error)
+
+
+def test_device_without_the_instructions_of_the_kernels(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    from fp8moe.kernels_cuda import driver
+
+    monkeypatch.setattr(cupy.cuda, "Device", lambda device: SimpleNamespace(compute_capability="75"))
+    monkeypatch.setattr(driver, "runtime", SimpleNamespace(getDeviceCount=lambda: 1))
+    monkeypatch.setattr(driver, "architecture", driver.architecture.__wrapped__)  # without its cache
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 1)
+    words = "CUDA device 0 has compute capability 7.5; wanted 8.0 or newer"
+    with pytest.raises(RuntimeError, match=words):
+        driver.architecture(0)
+    assert re.search(f"kernels_cuda +not working: RuntimeError: {words}", info.report())
+    assert words in info.missing_for_cuda()
 
 
 def test_bench_writes_json_lines(tmp_path, capsys):
@@ -191,6 +214,18 @@ def test_allocator_option_requires_cuda(capsys):
         assert "--allocator: got" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "99"]])
+def test_the_exchange_needs_a_gpu_for_each_rank(ranks, monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    from fp8moe.benchmarks import exchange
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["exchange", *ranks])
+    with pytest.raises(SystemExit):
+        exchange.main()
+    assert "wanted 1 to all of them, or --device cpu" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_bench_with_torchs_allocator(capsys):
     torch = pytest.importorskip("torch")
@@ -224,7 +259,7 @@ def test_a_short_demo(tmp_path, capsys):
     assert "FAILED  every recipe's loss fell" in capsys.readouterr().out
 
 
-def test_demo_validation_errors(tmp_path, capsys):
+def test_demo_validation_errors(tmp_path, capsys, monkeypatch):
     short = tmp_path / "short.txt"
     short.write_text("tiny")
     assert main(["demo", "--device", "cpu", "--text", str(short), "--steps", "1"]) == 2
@@ -234,10 +269,16 @@ def test_demo_validation_errors(tmp_path, capsys):
     assert "--experts: got 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["demo", "--steps", "0"])
+    monkeypatch.setattr(train, "train", None)  # what is missing is reported before it
+    assert main(["demo", "--device", "cpu", "--out", str(short)]) == 2
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "matplotlib" in (error := capsys.readouterr().err)
+    assert "pip install 'fp8moe[bench]'" in error
 
 
 def test_demo_text_is_python_source():
-    text = bytes(standard_library_text())
+    text = bytes(train.standard_library_text())
     assert len(text) > 1_000_000
     assert b"def __init__(self" in text
 

@@ -261,8 +261,12 @@ def test_one_part_alone(small, tmp_path, capsys):
     arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--part"]
     assert main([*arguments, "quantise rows"]) == 0
     assert {json.loads(line)["part"] for line in out.read_text().splitlines()} == {"quantise rows"}
+    rows = len(out.read_text().splitlines())
     assert main([*arguments, "layers"]) == 2
     assert "--part: got 'layers'; wanted one of 'layer', 'grouped product'" in capsys.readouterr().err
+    assert main([*arguments, "quantise rows", "--picture", str(tmp_path / "p.svg")]) == 2
+    assert "--picture: got it with the parts 'quantise rows'; wanted 'layer'" in capsys.readouterr().err
+    assert len(out.read_text().splitlines()) == rows  # nothing was timed
 
 
 def test_version_falls_back_to_the_modules_attribute(monkeypatch):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fp8moe
+from fp8moe import expert_parallel
 
 #: modules to test; those whose framework is not installed are skipped
 MODULES = [
@@ -75,6 +76,13 @@ CLASSES = [
     for item in PUBLIC
     if inspect.isclass(item[2]) and item not in RECORDS and not issubclass(item[2], Exception)
 ]
+STEPS = [
+    ("fp8moe.expert_parallel", step.__name__, step)
+    for step in (
+        *(expert_parallel.dispatch, expert_parallel.combine),
+        *(expert_parallel.combine_backward, expert_parallel.dispatch_backward),
+    )
+]
 METHODS = [method for item in CLASSES for method in _methods(*item)]
 
 
@@ -133,7 +141,7 @@ def check_parameters(public, sections):
     return parameters
 
 
-@parametrize([*FUNCTIONS, *METHODS])
+@parametrize([*FUNCTIONS, *STEPS, *METHODS])
 def test_sections(module, public):
     sections = sections_of(public)
     check_summary(sections)

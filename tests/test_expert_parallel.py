@@ -390,6 +390,22 @@ def test_validation_errors():
         expert_parallel.dispatch(x, ids, probs[:3], 3, alone())
     with pytest.raises(ValueError, match="compact"):
         expert_parallel.dispatch(fp8moe.quantize(x, layout="gemm_ready"), ids, probs, 3, alone())
+    arrived = expert_parallel.dispatch(x, ids, probs, 3, alone())
+    route, combine = arrived.route, expert_parallel.combine
+    for wrong in (None, arrived, route.plan):
+        with pytest.raises(TypeError, match=f"route: got {type(wrong).__name__}; wanted a Route"):
+            combine(x, wrong, alone())
+    for step, arrays, name in (  # other numbers of rows than were received
+        (combine, (x[:3],), "y"),
+        (expert_parallel.combine_backward, (x[:3],), "dy"),
+        (expert_parallel.dispatch_backward, (x[:3], probs), "dx"),
+        (expert_parallel.dispatch_backward, (x, probs[:3]), "dprobs"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}: got shape \[3, .*; wanted \[4, "):
+            step(*arrays, route, alone())
+    for comm in (None, "world"):
+        with pytest.raises(TypeError, match=r"comm: got .*; wanted a Transport or an Engine"):
+            expert_parallel.dispatch(x, ids, probs, 3, comm)
     w13, w2 = np.ones((3, 256, 128), np.float32), np.ones((3, 128, 128), np.float32)
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=alone())
     with pytest.raises(ValueError, match="comm: got None; wanted a transport, as in the forward"):

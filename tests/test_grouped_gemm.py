@@ -227,10 +227,3 @@ def test_sm_limit_is_validated():
         ):
             with pytest.raises(error, match=text):
                 call(*arrays, num_sms=wrong)
-
-
-def test_both_orientations_of_a_weight_raise():
-    q = fp8moe.quantize(np.ones((4, 128), np.float32))
-    w = fp8moe.quantize_weights(np.ones((1, 128, 128), np.float32))
-    with pytest.raises(TypeError, match="w: got a Quantized; wanted a QuantTensor; pass its rowwise"):
-        fp8moe.grouped_gemm(q, w, np.array([0, 4], np.int32))

@@ -284,7 +284,7 @@ REFUSED = {
     "lists of numbers": (
         lambda x, w, v: (w, v.tolist()),
         TypeError,
-        "w2: got builtins.list; wanted an array",
+        r"w2: got builtins.list; wanted an array of JAX or NumPy; pass jax.numpy.asarray\(w2\)",
     ),
     "integers": (lambda x, w, v: (w.astype(jnp.int32), v), TypeError, "w13: got dtype int32"),
     "codes": (
@@ -336,6 +336,40 @@ def test_other_leading_dimensions_raise(axis_name):
         layer(x, *weights, ids.swapaxes(0, 1), probs.swapaxes(0, 1), **options)
     with pytest.raises(ValueError, match=f"topk_probs: {message}"):
         layer(x, *weights, ids, probs.swapaxes(0, 1), **options)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("hidden", "ffn"), [(64, 24), (64, 32), (64, 64)])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_weights_of_the_other_layout_name_the_option(recipe, hidden, ffn, transposed, apart):
+    """Also those whose gates and ups, or both weights, are square."""
+    rng = np.random.default_rng(0)
+    w1, w3 = rng.standard_normal((2, 2, ffn, hidden)).astype(np.float32)
+    w2 = rng.standard_normal((2, hidden, ffn)).astype(np.float32)
+    x, ids, probs = jnp.ones((4, hidden)), jnp.zeros((4, 1), int), jnp.ones((4, 1))
+    weights = in_layout(w1, w3, w2, transposed, apart)
+    jax_ops.moe_ffn(x, *weights, ids, probs, recipe=recipe, transposed=transposed)
+    if hidden == ffn and apart:
+        return  # which fit in both layouts
+    with pytest.raises(ValueError, match=f"w13: got .*; pass transposed={transposed} for weights"):
+        jax_ops.moe_ffn(x, *weights, ids, probs, recipe=recipe, transposed=not transposed)
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep", "sharded tokens"])
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_probs"])
+def test_lists_are_refused_by_name(name, axis_name):
+    layer, options = jax_ops.moe_ffn, {"recipe": "bf16"}
+    if axis_name == "ep":
+        layer, options["axis_name"] = jax_expert_parallel.moe_ffn, axis_name
+    elif axis_name is not None:
+        mesh = jax.make_mesh((1,), ("ep",), (jax.sharding.AxisType.Auto,))
+        options["token_sharding"] = jax.NamedSharding(mesh, jax.P("ep"))
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    given = {"x": x, "topk_ids": ids, "topk_probs": probs}
+    given[name] = np.asarray(given[name]).tolist()
+    with pytest.raises(TypeError, match=f"{name}: got builtins.list; wanted an array"):
+        jax.jit(lambda w13: layer(w13=w13, w2=w2, **given, **options))((w1, w3))
 
 
 def test_one_leading_dimension_for_ids():

@@ -337,7 +337,7 @@ def test_records_have_one_structure_for_all_values():
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.float32, np.dtype("float32")])
 def test_types_in_place_of_names(dtype):
-    with pytest.raises(TypeError, match="wanted the name of the type, such as 'float32'"):
+    with pytest.raises(TypeError, match=r"dtype: got .*; wanted the name of the type, such as"):
         jax.jit(lambda q: jax_ops.dequantize(q, dtype=dtype))(to_jax(fp8moe.quantize(X)))
 
 

@@ -373,7 +373,8 @@ def test_extreme_routings(recipe, kind):
 
 
 def test_validation_errors_name_the_argument():
-    inputs, dy = layer_inputs(6)
+    inputs, dy = layer_inputs(6, hidden=384)
+    w1, w3 = map(np.ascontiguousarray, np.split(inputs["w13"], 2, 1))
     bad = [
         ({"x": inputs["x"].astype(np.float32)}, TypeError, "x: got dtype float32; wanted bfloat16"),
         ({"x": fp8moe.quantize(inputs["x"])}, TypeError, "x: got a QuantTensor; wanted an array"),
@@ -382,7 +383,23 @@ def test_validation_errors_name_the_argument():
             ValueError,
             r"w13: got 2F = 130; .* parts=2, rows=128\) and",
         ),
-        ({"w2": inputs["w13"]}, ValueError, "w2: got shape"),
+        (
+            {"w13": inputs["w13"][:, :96].copy(), "activation": fp8moe.Activation("relu2")},
+            ValueError,
+            r"w13: got F = 96; .*pass quantize_weights\(w13, rows=128\) and .*\(w2, columns=128\)$",
+        ),
+        ({"w13": (w1, w3)}, TypeError, r"w13: got a tuple; .*or quantize_weights\(\(w1, w3\)\)$"),
+        (
+            {"w13": inputs["w13"].swapaxes(1, 2).copy()},
+            ValueError,
+            r"w13: got shape .*; pass weights stored .* as quantize_weights\(w13, transposed=True\)",
+        ),
+        (
+            {"w2": inputs["w2"].swapaxes(1, 2).copy()},
+            ValueError,
+            r"w2: got shape .*; pass weights stored .* as quantize_weights\(w13, transposed=True\)",
+        ),
+        ({"w2": inputs["w2"][1:]}, ValueError, r"w2: got shape .*; wanted \[[0-9, ]*\]$"),
         ({"topk_ids": inputs["topk_probs"]}, TypeError, "topk_ids: got dtype float32"),
         ({"topk_probs": inputs["topk_probs"][:5].copy()}, ValueError, "topk_probs: got shape"),
         ({"recipe": "fp4"}, ValueError, "recipe: got 'fp4'"),

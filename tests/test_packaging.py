@@ -2,6 +2,7 @@
 when installed."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -215,6 +217,26 @@ def test_installed_versions_satisfy_the_extras():
             except importlib.metadata.PackageNotFoundError:
                 continue  # an environment without that extra
             assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+@pytest.mark.parametrize(
+    ("adapter", "package", "stand_ins"),
+    [
+        ("torch_library", "torch", {"torch": SimpleNamespace(__version__="2.9.1", Tensor=None)}),
+        ("transformers", "transformers", {"transformers.distributed.expert_parallel": None}),
+    ],
+)
+def test_older_versions_are_refused_with_the_bound(adapter, package, stand_ins, monkeypatch):
+    pytest.importorskip(package)
+    importlib.import_module(f"fp8moe.adapters.{adapter}")
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    (bound,) = (r.specifier for r in requirements(package) if r.name == package)
+    wanted = str(bound).removeprefix(">=")
+    specification = importlib.util.spec_from_file_location("other", ROOT / "adapters" / f"{adapter}.py")
+    message = rf"{package} {wanted} or later .*pip install '{package}>={wanted}'"
+    with pytest.raises(ImportError, match=message):
+        specification.loader.exec_module(importlib.util.module_from_spec(specification))
 
 
 def test_the_citation_names_papers_that_the_code_names():

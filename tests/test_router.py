@@ -263,6 +263,13 @@ def test_invalid_configurations_raise():
             RouterConfig(**options)
     with pytest.raises(ValueError, match="score_function: got 'relu'"):
         RouterConfig(2, "relu")
+    for config, message in (
+        (RouterConfig(9), "config.topk: got 9; wanted at most 8"),
+        (RouterConfig(2, num_groups=3), "config.num_groups: got 3 for 8 experts"),
+        (RouterConfig(4, num_groups=4), "config.topk: got 4; wanted at most 2, the experts of 1 of 4 groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Router(64, 8, config)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -431,7 +431,22 @@ def test_fp8_weights_argument():
             TypeError,
             "w13: got w1 of torch.float32",
         ),
-        ({"w2": torch.ones(E, H, F + 1)}, ValueError, "w2: got shape .* wanted .E, H, 72."),
+        (
+            {"w2": torch.ones(E, H, F + 1)},
+            ValueError,
+            "w2: got shape .* wanted .E, H, 72., for the 144 rows of w13$",
+        ),
+        (
+            {"w2": torch.ones(E, F, H)},
+            ValueError,
+            r"w2: got shape .* of w13; pass weights stored .* as .*, w2.transpose\(1, 2\)$",
+        ),
+        (
+            {"w13": torch.ones(E, H, 2 * F)},
+            ValueError,
+            r"w2: got .* of w13; pass .* as w13.transpose\(1, 2\)",
+        ),
+        ({"w13": [torch.ones(E, F, H)] * 2}, TypeError, r"w13: got a list; .*; pass tuple\(w13\)$"),
         ({"w13": torch.ones(E, F)}, ValueError, "w13: got shape"),
         ({"bias13": torch.ones(E)}, ValueError, "bias13: got shape"),
         (

@@ -157,7 +157,7 @@ def test_expert_parallelism_of_two_ranks(tmp_path, backend, recipe):
 def test_validation_errors():
     with pytest.raises(NotImplementedError, match="got GptOssGroupedExperts; wanted GroupedExperts"):
         converted(config(GptOssGroupedExperts))
-    with pytest.raises(ValueError, match="without routed experts"):
+    with pytest.raises(ValueError, match="without routed experts; wanted one with them"):
         converted(model_registry("debugmodel").model)
     with pytest.raises(ValueError, match="recipe: got 'fp4'"):
         converted(config(), recipe="fp4")

@@ -368,3 +368,8 @@ def test_ids_of_another_dtype_or_shape_raise():
         te.moe_permute(x, torch.zeros(4, 2), 8, map_type="index")
     with pytest.raises(ValueError, match=r"routing_map: got shape \[4\]; wanted \[T, k\]"):
         te.moe_permute(x, torch.zeros(4, dtype=torch.int32), 4, map_type="index")
+
+
+def test_lists_of_chunks_raise():
+    with pytest.raises(TypeError, match=r"split_sizes: got builtins\.list; wanted an array"):
+        te.moe_sort_chunks_by_index(torch.ones(3, 4), [1, 2], [1, 0])

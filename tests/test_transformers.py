@@ -309,6 +309,14 @@ def test_layers_share_compiled_code():
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", "all_to_all"])
+def test_names_of_other_implementations_are_refused(name):
+    for _ in range(2):
+        adapter.enable("bf16", name="again")
+    with pytest.raises(ValueError, match=f"name: got '{name}', an implementation of transformers"):
+        adapter.enable(name=name)
+
+
 @pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])
 def test_backend_and_limit_reach_the_products(option, value, wrong):
     adapter.enable("fp8_flow", **{option: value}, name=f"fp8moe_{value}")

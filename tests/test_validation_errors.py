@@ -53,6 +53,9 @@ def spread_out(x):
     return wide[..., 0]
 
 
+VALID = {("a list", "tokens_per_expert"), ("a Quantized", "w13"), ("a Quantized", "w2")}
+QUANTIZED = fp8moe.quantize(X, columnwise=True)
+BOTH = fp8moe.quantize_weights(np.ones((E, 8, H), np.float32))
 BREAKS = {
     "a list": lambda x: x.tolist(),
     "complex": lambda x: np.ones(x.shape, np.complex64),
@@ -60,6 +63,9 @@ BREAKS = {
     "one dimension more": lambda x: x[None].copy(),
     "on no device": lambda x: torch.ones(tuple(x.shape), device="meta"),
     "on another device": OnCuda,
+    "a tuple": lambda x: (x, x),
+    "a Quantized": lambda x: QUANTIZED,
+    "a plan": lambda x: PLAN,
 }
 
 
@@ -77,8 +83,8 @@ def broken_calls():
                 for kind in BREAKS:
                     if kind == "strided" and array.size == 1:
                         continue  # one element has no gaps
-                    if kind == "a list" and name == "tokens_per_expert":
-                        continue  # which is valid
+                    if (kind, name) in VALID or (kind, function) == ("a tuple", "quantize_weights"):
+                        continue
                     yield pytest.param(function, name, field, kind, id=f"{function}-{name}-{field}-{kind}")
 
 
@@ -230,11 +236,39 @@ MISFITS = [
     ),
     ("swiglu_quantize", {"block": (128, 128)}, ValueError, "block: got"),
     ("grouped_gemm", {"w": np.ones((E, 8, H), np.float32)}, TypeError, "w: got an array of float32"),
+    ("grouped_gemm", {"x": QUANTIZED}, TypeError, "x: got a Quantized; .*; pass x.rowwise$"),
+    ("grouped_gemm", {"w": BOTH}, TypeError, "w: got a Quantized; .*; pass w.rowwise or w.columnwise$"),
+    (
+        "grouped_gemm",
+        {"x": ROWS, "w": BOTH},
+        TypeError,
+        r"w: got a Quantized; .*; pass x=fp8moe.quantize\(x\)",
+    ),
+    ("grouped_gemm_wgrad", {"dy": QUANTIZED}, TypeError, "dy: got a Quantized; .*; pass dy.columnwise$"),
+    ("grouped_gemm_wgrad", {"x": QUANTIZED}, TypeError, "x: got a Quantized; .*; pass x.columnwise$"),
+    ("unpermute", {"x": fp8moe.permute(X, PLAN)}, TypeError, r"x: got .*Permuted; .*; pass x\.data$"),
+    ("quantize", {"x": X[None]}, ValueError, r"x: got shape \[1, 6, 128\]; .*; pass x.reshape\(-1, 128\)$"),
+    ("moe_forward", {"topk_ids": IDS[None]}, ValueError, r"topk_ids: .*; pass topk_ids.reshape\(-1, 2\)$"),
+    ("moe_forward", {"topk_ids": IDS[None, :3]}, ValueError, r"topk_ids: got shape .*; wanted \[6, k\]$"),
+    ("moe_forward", {"x": X}, TypeError, "x: got dtype float32; wanted bfloat16; pass x in bfloat16"),
+    (
+        "grouped_gemm",
+        {"x": ROWS, "w": np.ones((E, H, 8), np.float32)},
+        ValueError,
+        r"w: got shape \[3, 128, 8\]; wanted .*; pass transpose_w=True",
+    ),
+    ("grouped_gemm", {"w": Q}, TypeError, r"w.block: got \(1, 128\); .*; pass fp8moe.quantize_weights"),
+    ("permute", {"x": QUANTIZED}, TypeError, "x: got a Quantized; .*; pass its rowwise or columnwise$"),
     ("grouped_gemm", {"expert_offsets": OFFSETS[:2].copy()}, ValueError, "expert_offsets: got shape"),
     ("grouped_gemm", {"transpose_w": True}, ValueError, "transpose_w: got True"),
     ("grouped_gemm", {"backend": "wgmma"}, ValueError, "backend: got 'wgmma' for arrays on the CPU"),
     ("grouped_gemm_wgrad", {"backend": "cublas"}, ValueError, "backend: got 'cublas' for arrays on the CPU"),
-    ("grouped_gemm_wgrad", {"dy": QP}, TypeError, r"dy.block: got \(1, 128\)"),
+    (
+        "grouped_gemm_wgrad",
+        {"dy": QP},
+        TypeError,
+        r"dy.block: got \(1, 128\); .*; pass fp8moe.scaling_aware_transpose\(dy",
+    ),
     ("grouped_gemm_wgrad", {"x": TILES}, TypeError, r"x.block: got \(128, 128\)"),
     ("grouped_gemm_wgrad", {"dy": W2D, "x": W2D}, ValueError, "dy.transposed: got False"),
     ("grouped_gemm_wgrad", {"dy": TILES, "x": W2D}, ValueError, "x.transposed: got False"),

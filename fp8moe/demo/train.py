@@ -168,8 +168,9 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
         f"{config.layers} MoE layer(s), {config.experts} experts, top-{config.topk}, hidden {config.hidden}; "
         f"{len(text):,} bytes of text; {config.steps} steps of {config.tokens} bytes on {device}"
     )
-    runs, models = train(config, text, xp)
+    importlib.import_module("matplotlib")  # missing packages and folders are reported before the training
     folder.mkdir(parents=True, exist_ok=True)
+    runs, models = train(config, text, xp)
     picture(runs, folder / "loss.png")
     report = {
         "config": asdict(config),

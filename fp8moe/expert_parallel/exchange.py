@@ -31,6 +31,7 @@ from fp8moe.expert_parallel.protocols import (
     Transport,
     backward_of,
     capacity_of,
+    check_comm,
     chunks_of,
     implements,
     with_spare,
@@ -51,14 +52,36 @@ def dispatch(
 ) -> Any:
     """Send every token to the ranks of its experts.
 
-    x: row-wise compact `QuantTensor` or array [T, H]. topk_ids: int32 or int64 [T, k], global expert ids; ids
-    below 0 or from E on mean no expert. topk_probs: float [T, k]. num_experts: E, of all ranks together. fmt:
-    "e4m3" or "e5m2": x is quantised by 1x128 blocks with power-of-two scales while it is packed, in the same
-    pass, and is received as a `QuantTensor`.
+    Parameters
+    ----------
+    x : ArrayLike, floating point, or QuantTensor, [T, H]
+        The tokens; a `QuantTensor` is row-wise and compact.
+    topk_ids : ArrayLike, int32 or int64, [T, k]
+        Global expert ids; ids below 0 or from E on mean no expert.
+    topk_probs : ArrayLike, floating point, [T, k]
+        Weights of the experts' outputs.
+    num_experts : int
+        E, of all ranks together: a multiple of the number of ranks.
+    comm : Transport or Engine
+        The ranks and how they exchange rows, such as `fp8moe.adapters.torch_distributed.ProcessGroup`. Every
+        rank calls this function.
+    fmt : "e4m3", "e5m2" or None
+        Format to which an array x, not of float64, is quantised in the pass that packs it, by 1x128 blocks
+        with power-of-two scales; it is received as a `QuantTensor`. None: x is sent as it is.
+    async_op : bool
+        Return a `Pending`: work launched before its ``wait()`` overlaps the exchange.
 
-    Returns `Dispatched`, or with ``async_op`` a `Pending` of it: work launched before its ``wait()`` overlaps
-    the exchange. The host reads the counts first, which **synchronises once** on CUDA; with the comm's
-    `Capacity` nothing is read and nothing synchronises, except in the first dispatch of a kind.
+    Returns
+    -------
+    Dispatched or DispatchedRows
+        The rows received by this rank, `DispatchedRows` from an `Engine` that permutes; with ``async_op`` a
+        `Pending` of it. The host reads the counts first, which **synchronises once** on CUDA; with the comm's
+        `Capacity` nothing is read and nothing synchronises, except in the first dispatch of a kind.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other, and, on all ranks, for arguments that differ between ranks.
     """
     given = x, topk_ids, topk_probs, num_experts, comm, fmt
     return _finished(prepare_dispatch(*given, gradients=("dx", "dprobs"))(async_op), async_op)
@@ -85,11 +108,11 @@ def prepare_dispatch(
     then mostly have equal shapes, for which launches are planned once: replanning a layer's forward and
     backward costs the host 1 ms.
     """
-    world = comm.world_size
+    engine, world = _engine(comm), comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
         raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
-    if engine := _engine(comm):
+    if engine:
         a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
         check_rows(a.x, a.topk_ids, a.topk_probs)
         given = x, topk_ids, topk_probs, num_experts, fmt
@@ -139,15 +162,38 @@ def prepare_dispatch(
 def combine(
     y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False, out: Any = None
 ) -> Any:
-    """Send each row back and sum every token's rows: y [R, H] -> [T, H], in float32, rounded to y's dtype.
+    """Send each row back to its token's rank and sum every token's rows.
 
-    out: destination of the sums; None with an `Engine`.
-    fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and one more rounding
-    per rank; the result is then bfloat16.
+    Parameters
+    ----------
+    y : ArrayLike, floating point, [R, H]
+        A result for each row that this rank received: the sum over its own experts.
+    route : Route
+        The ``route`` of what `dispatch` returned.
+    comm : Transport or Engine
+        As in `dispatch`.
+    fmt : "e4m3", "e5m2" or None
+        Format in which y is sent, by 1x128 blocks, at half the bytes of bfloat16 and one more rounding per
+        rank; the result is then bfloat16. None: y is sent as it is.
+    async_op : bool
+        As in `dispatch`.
+    out : ArrayLike or None, [T, H]
+        Destination of the sums, in the result's dtype; None: a new array. None with an `Engine`.
+
+    Returns
+    -------
+    ArrayLike, [T, H]
+        The sums, in float32 and rounded to y's dtype; with ``async_op`` a `Pending` of them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
     """
     if engine := _engine(comm):
         _no_out(out)
         return _finished(_pending(lambda: engine.combine(y, route, fmt), async_op), async_op)
+    _check_received(route, comm, y=y)
     (y,) = _without_spare(route, comm, y)
     message = Message(y, fmt)
 
@@ -164,10 +210,35 @@ def combine(
 def combine_backward(
     dy: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False
 ) -> Any:
-    """The backward of `combine`: dy [T, H] -> [R, H], along the same route, without synchronisation. dy and
-    fmt are like x and fmt of `dispatch`."""
+    """The backward of `combine`: send each token's gradient along the forward's route.
+
+    Parameters
+    ----------
+    dy : ArrayLike, floating point, or QuantTensor, [T, H]
+        The gradient of the sums, like ``x`` of `dispatch`.
+    route : Route
+        The forward's.
+    comm : Transport or Engine
+        The forward's.
+    fmt : "e4m3", "e5m2" or None
+        As in `dispatch`.
+    async_op : bool
+        As in `dispatch`.
+
+    Returns
+    -------
+    ArrayLike or QuantTensor, [R, H]
+        The gradient of y, without synchronisation; with ``async_op`` a `Pending` of it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+    """
     if engine := _engine(comm):
         return _finished(_pending(lambda: engine.combine_backward(dy, route, fmt), async_op), async_op)
+    _check_route(route)
+    checks.shape("dy", dy, (route.num_tokens, "H"))
     message = Message(dy, fmt)
     pending = _send(message, route, comm, async_op)
 
@@ -180,11 +251,40 @@ def combine_backward(
 def dispatch_backward(
     dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False, out: Any = (None, None)
 ) -> Any:
-    """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). A probability's
-    gradient comes from its expert's rank; the other ranks send zeros. out: as in `combine`, a pair."""
+    """The backward of `dispatch`: send the gradients of received rows back, and sum those of every token.
+
+    Parameters
+    ----------
+    dx : ArrayLike, floating point, [R, H]
+        The gradient of the received rows.
+    dprobs : ArrayLike, floating point, [R, k]
+        The gradient of the received probabilities: zeros for the experts of other ranks.
+    route : Route
+        The forward's.
+    comm : Transport or Engine
+        The forward's.
+    async_op : bool
+        As in `dispatch`.
+    out : tuple of two ArrayLike or None, [T, H] and [T, k]
+        Destinations of the sums, as in `combine`.
+
+    Returns
+    -------
+    dx : ArrayLike, [T, H]
+        The sums of each token's rows, in float32 and rounded to dx's dtype. With ``async_op`` a `Pending` of
+        both results.
+    dprobs : ArrayLike, [T, k]
+        As dx.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+    """
     if engine := _engine(comm):
         _no_out(*out)
         return _finished(_pending(lambda: engine.dispatch_backward(dx, dprobs, route), async_op), async_op)
+    _check_received(route, comm, dx=dx, dprobs=dprobs)
     dx, dprobs = _without_spare(route, comm, dx, dprobs)
     message = Message(dx, None, (dprobs,))
 
@@ -210,6 +310,21 @@ def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pen
     if (pending := deliver(message, None, counts, comm, async_op)) is not None:
         return pending
     return exchange_rows(message.pack(), message.row_bytes, counts, comm, route.plan.num_out_tokens)
+
+
+def _check_route(route: Any) -> None:
+    if not isinstance(route, Route):
+        raise TypeError(
+            f"route: got {type(route).__name__}; wanted a Route: the route of a dispatch's result"
+        )
+
+
+def _check_received(route: Any, comm: Any, **arrays: Any) -> None:
+    """Check that arrays have one row for each row that this rank received."""
+    _check_route(route)
+    rows = sum(row[comm.rank] for row in route.counts) if route.rows is None else route.rows
+    for name, array in arrays.items():
+        checks.shape(name, array, (rows, "k" if name == "dprobs" else "H"))
 
 
 def _without_spare(route: Route, comm: Any, *arrays: Any) -> tuple[Any, ...]:
@@ -258,6 +373,7 @@ def _record_sent(counts: Counts, row_bytes: int, comm: Transport) -> None:
 
 
 def _engine(comm: Comm) -> Any:
+    check_comm(comm)
     return comm if implements(comm, Engine) else None
 
 

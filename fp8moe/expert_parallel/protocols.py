@@ -186,6 +186,14 @@ class DispatchedRows(Record):
     align_size: int
 
 
+def check_comm(comm: Any) -> None:
+    if not hasattr(comm, "world_size"):
+        raise TypeError(
+            f"comm: got {type(comm).__name__}; wanted a Transport or an Engine, such as "
+            "fp8moe.adapters.torch_distributed.ProcessGroup(group)"
+        )
+
+
 def with_spare(rows: int) -> int:
     """A row count rounded up by at most a thirty-second, to a multiple of 16."""
     return round_up(rows, max(16, 1 << rows.bit_length() >> 6))

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArraySpec, DeviceArray
+from fp8moe.records import ArraySpec, DeviceArray, Permuted, SortedChunks
 
 #: a raw buffer: `numpy.ndarray` on the CPU, `DeviceArray` on CUDA
 RawArray = np.ndarray | DeviceArray
@@ -123,9 +123,10 @@ class Framework:
 
 
 def no_array(x: Any, name: str) -> TypeError:
+    fix = f"; pass {name}.data" if isinstance(x, (Permuted, SortedChunks)) else ""
     return TypeError(
         f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted an array (NumPy, torch, "
-        "CuPy, JAX, or anything with __dlpack__ or __cuda_array_interface__)"
+        f"CuPy, JAX, or anything with __dlpack__ or __cuda_array_interface__){fix}"
     )
 
 
@@ -190,10 +191,10 @@ def require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
     if isinstance(x, (np.ma.MaskedArray, np.matrix)):
         raise TypeError(
             f"{name}: got a {type(x).__name__}; wanted a plain array, without a mask or matrix semantics; "
-            "pass x.filled(value), or numpy.asarray(x)"
+            f"pass {name}.filled(value), or numpy.asarray({name})"
         )
     if not x.flags.c_contiguous:
-        raise not_contiguous(name, x.shape, x.strides, f"{fix}(x)")
+        raise not_contiguous(name, x.shape, x.strides, f"{fix}({name})")
     known_dtype(x.dtype, name)
     return x
 

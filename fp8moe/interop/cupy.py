@@ -19,7 +19,7 @@ class Cupy(Framework):
 
     def view(self, x: Any, name: str) -> RawArray:
         if not x.flags.c_contiguous:
-            raise not_contiguous(name, x.shape, x.strides, "cupy.ascontiguousarray(x)")
+            raise not_contiguous(name, x.shape, x.strides, f"cupy.ascontiguousarray({name})")
         memory = x.data
         return DeviceArray(memory.ptr, x.shape, known_dtype(x.dtype, name), memory.device_id, x)
 

@@ -25,8 +25,8 @@ class Jax(Framework):
         jax = sys.modules["jax"]
         if isinstance(x, jax.core.Tracer):
             raise TypeError(
-                f"{name}: got {type(x).__name__}, a value being traced by JAX; call this outside "
-                "jax.jit, or through jax.pure_callback"
+                f"{name}: got {type(x).__name__}, a value being traced by JAX; call the function of this "
+                "name in fp8moe.adapters.jax_ops, or call this outside jax.jit"
             )
         if isinstance(x, np.ndarray):  # JAX's class of NumPy arrays; NumPy cannot export their bfloat16
             return super().view(np.asarray(x), name)

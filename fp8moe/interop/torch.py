@@ -44,14 +44,14 @@ class Torch(Framework):
             if x.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
                     f"{name}: got a tensor that requires grad, but this function does not record gradients; "
-                    "use fp8moe.adapters.torch_ops, pass x.detach(), or call it under torch.no_grad()"
+                    f"use fp8moe.adapters.torch_ops, pass {name}.detach(), or call it under torch.no_grad()"
                 )
             if not x.is_contiguous():
                 if x.layout is not torch.strided:
                     raise RuntimeError("no strides")
-                raise not_contiguous(name, tuple(x.shape), x.stride(), "x.contiguous()")
+                raise not_contiguous(name, tuple(x.shape), x.stride(), f"{name}.contiguous()")
             if x.is_neg():
-                raise ValueError(f"{name}: got a view that negates its memory; pass x.resolve_neg()")
+                raise ValueError(f"{name}: got a view that negates its memory; pass {name}.resolve_neg()")
             dtype = _NUMPY_DTYPES.get(x.dtype)
             if dtype is None:
                 dtype = _NUMPY_DTYPES[x.dtype] = dtype_named(str(x.dtype).removeprefix("torch."), name)
@@ -69,7 +69,7 @@ class Torch(Framework):
             raise TypeError(
                 f"{name}: got a tensor of layout {x.layout} without a single memory address "
                 f"({str(error).splitlines()[0]}); wanted a strided tensor outside torch.func's transforms; "
-                "pass x.to_dense(), or use fp8moe.adapters.torch_ops"
+                f"pass {name}.to_dense(), or use fp8moe.adapters.torch_ops"
             ) from None
         if not x.numel():
             return np.empty(tuple(x.shape), dtype)
