@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, silu
 
 from fp8moe import checks
@@ -154,7 +155,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     ``params_dtype``. In a distributed checkpoint they have the keys, shapes and sharding of `SequentialMLP`,
     so either module loads the other's checkpoint, with another number of ranks too. They are initialised like
     `SequentialMLP`'s weights, in the same order. With the FP8 recipes the products add the weight gradients
-    to ``main_grad``.
+    to ``main_grad``. ``state_dict`` of weights sharded by Megatron-FSDP raises if there are several
+    expert-parallel ranks. Megatron's Muon optimizer, which is for matrices, leaves these weights with three
+    dimensions to the optimizer of the other parameters.
 
     Examples
     --------
@@ -210,6 +213,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         if config.perform_initialization:
             self._initialize()
         self.register_load_state_dict_pre_hook(_without_extra_state)
+        self.register_state_dict_post_hook(_refuse_equal_keys)
 
     def _initialize(self) -> None:
         pair = (self.weight1, self.config.init_method), (self.weight2, self.config.output_layer_init_method)
@@ -391,6 +395,18 @@ def _merged(pieces: list[Tensor], *, parts: int) -> Tensor:
 def _without_extra_state(_: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     for key in [k for k in state_dict if k.startswith(prefix) and k.endswith("._extra_state")]:
         del state_dict[key]
+
+
+def _refuse_equal_keys(experts: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Shards of `fully_shard` or Megatron-FSDP have the same keys on all expert-parallel ranks, of which a
+    distributed checkpoint would keep one rank's."""
+    ranks = experts.ep_group.size()
+    if ranks > 1 and isinstance(state_dict.get(prefix + "weight1"), DTensor):
+        raise NotImplementedError(
+            f"{prefix}weight1: got a DTensor with expert_model_parallel_size={ranks}, whose checkpoint would "
+            "hold one rank's experts; wanted Megatron's DistributedDataParallel, whose checkpoints "
+            "sharded_state_dict describes, or expert_model_parallel_size=1"
+        )
 
 
 class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]

@@ -562,6 +562,27 @@ def test_products_of_the_fp8_recipes_add_to_main_grad(recipe):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shards_of_several_ranks_with_equal_keys_raise(ranks, tmp_path):
+    """Megatron-FSDP's, whose keys do not tell the expert-parallel ranks apart."""
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(ep=ranks))
+    assert set(experts.state_dict()) == {"weight1", "weight2"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for name in ("weight1", "weight2"):
+            shard = torch.distributed.tensor.distribute_tensor(getattr(experts, name).detach(), mesh)
+            setattr(experts, name, torch.nn.Parameter(shard))
+        layers = torch.nn.Sequential(experts)
+        if ranks == 1:
+            assert set(layers.state_dict()) == {"0.weight1", "0.weight2"}
+        else:
+            with pytest.raises(NotImplementedError, match="weight1: got a DTensor with expert_model_par"):
+                layers.state_dict()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_layer_specs():
     """Replaces every MoE layer in a spec of any kind; shared experts, router and everything else are kept."""
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
