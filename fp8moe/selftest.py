@@ -587,9 +587,9 @@ class Mirror(Alone):
         return [(tuple(map(int, c)),) * 2 for c in counts]
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        own = rows[: counts[0][0]]
-        of_second = own if self.back is None else self.back.view(rows.dtype).reshape(-1, *rows.shape[1:])
-        received = self.xp.concatenate([own, of_second])
+        own = rows[: counts[0][0]].view("uint8")  # bytes: CuPy lacks functions of bfloat16
+        of_second = own if self.back is None else self.back.view("uint8").reshape(-1, *own.shape[1:])
+        received = self.xp.concatenate([own, of_second]).view(rows.dtype)
         return super().exchange(received, ((len(received),),), size)
 
 
@@ -603,7 +603,7 @@ def messages(x: Any, ids: Any, probs: Any, of_second: Any) -> tuple[Any, ...]:
             rows = dispatched.x if fmt is None else fp8moe.dequantize(dispatched.x, dtype="bfloat16")
             if isinstance(comm, Mirror):
                 whole = x if fmt is None else fp8moe.dequantize(fp8moe.quantize(x), dtype="bfloat16")
-                comm.back = whole.view("uint16")[of_second]  # CuPy has no kernels for bfloat16
+                comm.back = whole.view("uint16")[of_second]
             back = expert_parallel.combine(rows, dispatched.route, comm)
             results.append((dispatched.x, dispatched.topk_ids, dispatched.topk_probs, back))
     return tuple(results)
