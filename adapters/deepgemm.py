@@ -19,6 +19,8 @@ from fp8moe import QuantTensor, checks
 from fp8moe.dispatch import enter
 from fp8moe.formats import FLOAT8_DTYPES
 
+ALIGNMENT = 128  # of the experts' rows
+
 
 def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Tensor | None = None) -> Tensor:
     """out[rows of e] = x[rows of e] @ w[e].T, bfloat16 [P, N], as in `fp8moe.grouped_gemm`.
@@ -28,7 +30,8 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
     expert_offsets: int32 [E+1], multiples of 128 (a plan with ``align_size=128``). Values are not checked.
     Rows of ``out`` after the last expert's are not written.
 
-    Raises ImportError without DeepGEMM, TypeError or ValueError for operands of other dtypes or shapes.
+    Raises ImportError without DeepGEMM, TypeError or ValueError for operands of other dtypes or shapes,
+    ValueError if other code in the process has set an alignment in DeepGEMM that 128 is no multiple of.
     """
     raw = enter(x=x, w=w).args
     checks.quant_tensor("x", raw.x, ((1, 128),), ("compact", "gemm_ready"))
@@ -48,6 +51,12 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
             f"fp8moe.adapters.deepgemm needs DeepGEMM ({error}), which is built from its repository; PyPI's "
             "deep-gemm is another package. fp8moe.grouped_gemm needs none"
         ) from error
+    alignment = getattr(deep_gemm, "get_mk_alignment_for_contiguous_layout", lambda: ALIGNMENT)()
+    if ALIGNMENT % alignment:  # its blocks of rows would span two experts
+        raise ValueError(
+            f"deep_gemm: got blocks of {alignment} rows; wanted a divisor of {ALIGNMENT}, the alignment of "
+            f"expert_offsets; call deep_gemm.set_mk_alignment_for_contiguous_layout({ALIGNMENT})"
+        )
     if out is None:
         out = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.data.device)
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.data.device)

@@ -53,6 +53,7 @@ OTHERS = (
 )
 SINCE = "2.12.0"  # first Transformer Engine with padding; Megatron checks it by ``is_te_min_version``
 ALIGNED = "get_align_size_for_quantization"
+GROUPED_TENSORS = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")  # Megatron aligns them to 256
 
 
 def __getattr__(name: str) -> Any:
@@ -224,7 +225,8 @@ def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
     Parameters
     ----------
     config : TransformerConfig
-        Its fields ``fp8``, ``fp8_recipe`` and ``fp4``.
+        Its fields ``fp8``, ``fp8_recipe``, ``fp4``, ``use_transformer_engine_op_fuser`` and
+        ``moe_use_grouped_tensor``.
     grouped_blockwise : bool
         Whether the blockwise products are grouped products of this library or of DeepGEMM, whose blocks of
         128 rows must not span experts.
@@ -233,7 +235,8 @@ def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
     -------
     int
         0 (any count) for bfloat16; FP8: 16 (per-tensor and blockwise), 32 (MXFP8), 128 (blockwise with
-        ``grouped_blockwise``); NVFP4: 128.
+        ``grouped_blockwise``); NVFP4: 128. In every recipe 256 with Transformer Engine's fused or grouped
+        tensors.
 
     Examples
     --------
@@ -243,6 +246,8 @@ def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
     >>> megatron.align_size(config), megatron.align_size(config, grouped_blockwise=True)
     (16, 128)
     """
+    if any(getattr(config, name, False) for name in GROUPED_TENSORS):
+        return 256
     if getattr(config, "fp8", None):
         recipe = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
         if recipe == "mxfp8":
@@ -367,8 +372,7 @@ def enable(*, grouped_blockwise: bool = False) -> Enabled:
         original = getattr(utils, ALIGNED)
 
         def aligned(config: Any) -> int:
-            multiple = align_size(config, grouped_blockwise=True)
-            return multiple if multiple == 128 else original(config)
+            return max(align_size(config, grouped_blockwise=True), original(config))
 
         importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         for name, module in list(sys.modules.items()):

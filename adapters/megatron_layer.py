@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, silu
 
 from fp8moe import checks
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.activations import quick_gelu
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.tensor_parallel.random import (
         get_cuda_rng_tracker,
@@ -54,12 +56,19 @@ REFUSED = {
     "delay_wgrad_compute": (False,),
     "overlap_moe_expert_parallel_comm": (False,),
     "overlap_dispatch_backward_with_experts_wgrad": (False,),
-    "moe_mlp_glu_interleave_size": (None, 0, 1),
+    "moe_mlp_glu_interleave_size": (None,),
     "moe_single_grouped_weight": (False,),
     "moe_paged_stash": (False,),
     "moe_ncclep_zero_copy": (False,),
+    "moe_dispatch_fwd_dtype": ("bf16",),
+    "moe_combine_bwd_dtype": ("bf16",),
+    "expert_gtp_weight_remat_size": (1,),
+    "batch_invariant_mode": (False,),
+    "quant_recipe": (None,),
     "transformer_impl": ("local", "transformer_engine"),
 }
+#: the same with an FP8 recipe
+REFUSED_IN_FP8 = {"fp8_wgrad": (True,)}
 #: the same for `FP8FlowMoELayer`
 REFUSED_BY_LAYER = {
     "moe_shared_expert_overlap": (False,),
@@ -78,11 +87,11 @@ def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, 
             values = " or ".join(map(repr, accepted))
             raise NotImplementedError(f"{name}: got {value!r}; wanted {values} for FP8FlowMoELayer's experts")
     if getattr(config, "fine_grained_activation_offloading", False):
-        offloaded = {"expert_fc1", "moe_act"} & set(config.offload_modules or ())
+        offloaded = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
         if offloaded:
             raise NotImplementedError(
-                f"offload_modules: got {sorted(offloaded)}; wanted neither, because these experts do not "
-                "have the tensors"
+                f"offload_modules: got {sorted(offloaded)}; wanted none of them, because these experts do "
+                "not have the tensors"
             )
     tensor_parallel = pg_collection.expt_tp.size()
     if tensor_parallel > 1:
@@ -146,7 +155,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     ``params_dtype``. In a distributed checkpoint they have the keys, shapes and sharding of `SequentialMLP`,
     so either module loads the other's checkpoint, with another number of ranks too. They are initialised like
     `SequentialMLP`'s weights, in the same order. With the FP8 recipes the products add the weight gradients
-    to ``main_grad``.
+    to ``main_grad``. ``state_dict`` of weights sharded by Megatron-FSDP raises if there are several
+    expert-parallel ranks. Megatron's Muon optimizer, which is for matrices, leaves these weights with three
+    dimensions to the optimizer of the other parameters.
 
     Examples
     --------
@@ -177,7 +188,12 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         checks.choice("recipe", recipe, RECIPES)
         self.backend, self.num_sms = checks.choice("backend", backend, BACKENDS), check_limit(num_sms)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        check_config(config, groups, REFUSED)
+        check_config(config, groups, REFUSED if recipe == "bf16" else REFUSED | REFUSED_IN_FP8)
+        if recipe != "bf16" and config.first_last_layers_bf16:
+            raise NotImplementedError(
+                "first_last_layers_bf16: got True for experts that do not know their layer's number; wanted "
+                "use_fp8_flow(dispatcher='fp8moe'), or recipe='bf16'"
+            )
         self.recipe, self.activation = recipe, activation_of(config)
         modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
         self.recompute = "moe_expert" if "moe_act" in modules else None
@@ -197,6 +213,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         if config.perform_initialization:
             self._initialize()
         self.register_load_state_dict_pre_hook(_without_extra_state)
+        self.register_state_dict_post_hook(_refuse_equal_keys)
 
     def _initialize(self) -> None:
         pair = (self.weight1, self.config.init_method), (self.weight2, self.config.output_layer_init_method)
@@ -380,6 +397,18 @@ def _without_extra_state(_: Any, state_dict: dict[str, Any], prefix: str, *rest:
         del state_dict[key]
 
 
+def _refuse_equal_keys(experts: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Shards of `fully_shard` or Megatron-FSDP have the same keys on all expert-parallel ranks, of which a
+    distributed checkpoint would keep one rank's."""
+    ranks = experts.ep_group.size()
+    if ranks > 1 and isinstance(state_dict.get(prefix + "weight1"), DTensor):
+        raise NotImplementedError(
+            f"{prefix}weight1: got a DTensor with expert_model_parallel_size={ranks}, whose checkpoint would "
+            "hold one rank's experts; wanted Megatron's DistributedDataParallel, whose checkpoints "
+            "sharded_state_dict describes, or expert_model_parallel_size=1"
+        )
+
+
 class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
     """Dispatcher that leaves tokens in place; the experts' operation dispatches them itself."""
 
@@ -451,7 +480,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     -----
     Create it like `MoELayer`, by a layer spec (see `use_fp8_flow`) or directly. ``moe_token_dispatcher_type``
     of the config has no effect. Router, shared experts, auxiliary losses, capacity (dropped tokens),
-    ``recompute_modules`` and expert parallelism follow the config; the experts are `FP8FlowExperts`, which
+    ``recompute_modules`` and expert parallelism follow the config, and so do the layers that
+    ``first_last_layers_bf16`` selects, which use the bf16 recipe; the experts are `FP8FlowExperts`, which
     documents their checkpoints and unsupported options. The layer does not support
     ``moe_shared_expert_overlap``, padding of the routing, or CUDA graphs that contain the experts with
     expert_model_parallel_size > 1, because each forward then reads row counts on the host.
@@ -480,25 +510,45 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         **options: Any,
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        check_config(config, groups, REFUSED | REFUSED_BY_LAYER)
         checks.choice("recipe", recipe, RECIPES)
         checks.choice("backend", backend, BACKENDS)
+        refused = REFUSED | REFUSED_BY_LAYER
+        check_config(config, groups, refused if recipe == "bf16" else refused | REFUSED_IN_FP8)
         num_sms = check_limit(num_sms)
         activation_of(config)
+        # `_set_recipe` sets the recipe, which depends on the layer's number
+        experts = ModuleSpec(module=FP8FlowExperts, params={"recipe": "bf16"})
         if submodules is None:
-            submodules = MoESubmodules(experts=FP8FlowExperts)
-        submodules = dataclasses.replace(submodules, experts=FP8FlowExperts)
+            submodules = MoESubmodules(experts=experts)
+        submodules = dataclasses.replace(submodules, experts=experts)
         # `MoELayer` creates a dispatcher of this type; allgather needs neither streams nor DeepEP
         dispatcher_type, config.moe_token_dispatcher_type = config.moe_token_dispatcher_type, "allgather"
         try:
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = dispatcher_type
-        self.experts.recipe, self.experts.backend, self.experts.num_sms = recipe, backend, num_sms
+        self._recipe, self.experts.backend, self.experts.num_sms = recipe, backend, num_sms
+        self._set_recipe()
         self.token_dispatcher = _Dispatcher(config, groups)
         self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None
         if self._comm is not None:
             _refuse_captured_experts(config)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer, by which ``first_last_layers_bf16`` selects the bf16 recipe.
+
+        Parameters
+        ----------
+        layer_number : int
+            Number of the layer in the model, from 1.
+        """
+        super().set_layer_number(layer_number)
+        self._set_recipe()
+
+    def _set_recipe(self) -> None:
+        number = 0 if self.layer_number is None or getattr(self, "is_mtp_layer", False) else self.layer_number
+        bf16 = is_first_last_bf16_layer(self.config, number - 1)  # never for a number of 0
+        self.experts.recipe = "bf16" if bf16 else self._recipe
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Dispatch the tokens, compute their experts and combine the outputs.

@@ -185,8 +185,14 @@ def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
 
 
 def main_grad_of(w: Tensor | None) -> Tensor | None:
-    """The ``main_grad`` to which a parameter's gradient is added (Megatron's convention), or None."""
-    main = None if w is None else getattr(w, "main_grad", None)
+    """The ``main_grad`` to which a parameter's gradient is added (Megatron's convention), or None.
+
+    Megatron-FSDP's is a communication buffer with other contents, as ``overwrite_main_grad`` says; it copies
+    the ``grad`` into it.
+    """
+    if w is None or getattr(w, "overwrite_main_grad", False) or hasattr(w, "__fsdp_param__"):
+        return None
+    main = getattr(w, "main_grad", None)
     if isinstance(main, DTensor):
         main = main.to_local()
     if main is not None and not main.is_contiguous():

@@ -46,6 +46,11 @@ class FP8RoutedExperts(RoutedExperts):
         Fields of `RoutedExperts.Config`, and ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
         `fp8moe.adapters.torch_functional.moe_experts`.
 
+    Raises
+    ------
+    NotImplementedError
+        For inner experts of another class than `GroupedExperts`, as of another converter.
+
     Examples
     --------
     >>> import torch
@@ -69,6 +74,11 @@ class FP8RoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        if type(self.inner_experts) is not GroupedExperts:  # whose forward this class does not call
+            raise NotImplementedError(
+                f"inner_experts: got {type(self.inner_experts).__name__}; wanted GroupedExperts; leave the "
+                "other converter or override of the experts out"
+            )
         self._options: dict[str, Any] = {n: getattr(config, n) for n in OPTIONS}
         self._comm: ProcessGroup | None = None
 

@@ -1,5 +1,6 @@
 """The command line, as a user calls it."""
 
+import importlib
 import itertools
 import json
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -59,37 +61,105 @@ def test_info_lists_the_backend_of_each_product(monkeypatch, architecture, fp8):
 def test_selftest_passes_on_fresh_inputs(capsys):
     assert main(["selftest", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert text.count(" ok ") == len(selftest.CHECKS)
+    assert text.count(" ok ") + text.count(" not checked") == len(selftest.CHECKS) + len(selftest.FRAMEWORKS)
     assert "all checks passed" in text
+
+
+def detects(monkeypatch, spoil, verb):
+    """Whether a check of the selftest fails if ``spoil`` changes each output of an operation."""
+    run, calls = fp8moe.dispatch.Call.run, []
+
+    def broken(self, room, name, *args, out, **options):
+        run(self, room, name, *args, out=out, **options)
+        if name == verb:
+            calls.append(1)
+            for array in fp8moe.record_trees.arrays_in(out):
+                spoil(array.reshape(-1))
+
+    monkeypatch.setattr(fp8moe.dispatch.Call, "run", broken)
+    inputs = selftest.Inputs(int(np.random.default_rng().integers(2**32)))
+    for check in selftest.CHECKS.values():
+        try:
+            check(inputs)
+        except (ValueError, TypeError):
+            return bool(calls)
+    assert calls, "no check runs the operation"
+    return False
+
+
+def one_value(array):
+    """Changes the largest of the first values: another code or number, or the sign of a float."""
+    at = np.argmax(np.abs(array[:16].astype(np.float64)))
+    if array.dtype.kind in "bui":
+        array[at] = array[at] // 2 if array.dtype == np.uint8 else array[at] ^ 1
+    else:
+        array[at] = -array[at]
 
 
 @pytest.mark.parametrize(
     "verb",
     [
-        "permute",
-        "quantize",
-        "scaling_aware_transpose",
+        "dequantize",
         "grouped_gemm",
-        "swiglu",
-        "route",
+        "grouped_gemm_wgrad",
+        "local_ids",
         "pack_rows",
+        "pad",
+        "permute",
+        "permute_backward",
+        "permute_gemm",
+        "permute_transpose",
+        "plan_index_map",
+        "plan_routing_map",
+        "plan_row_map",
+        "plan_topk",
+        "quantize",
+        "quantize_and_pack",
+        "rank_mask",
+        "route",
+        "route_backward",
+        "scaling_aware_transpose",
+        "sort_chunks",
+        "sort_chunks_backward",
+        "swiglu",
+        "swiglu_backward",
+        "swiglu_quantize",
+        "swiglu_quantize_backward",
+        "to_layout",
         "unpack_rows",
+        "unpad",
+        "unpermute",
+        "unpermute_backward",
     ],
 )
-def test_selftest_detects_a_wrong_backend(verb, capsys, monkeypatch):
-    """Every check of the selftest detects a backend that does not write its output."""
-    run = fp8moe.dispatch.Call.run
+def test_selftest_detects_one_wrong_value(verb, monkeypatch):
+    assert detects(monkeypatch, one_value, verb)
 
-    def broken(self, room, name, *args, out, **options):
-        if name == verb:
-            for array in fp8moe.record_trees.arrays_in(out):
-                array.reshape(-1).view("uint8")[:] = 0x11
-        else:
-            run(self, room, name, *args, out=out, **options)
 
-    monkeypatch.setattr(fp8moe.dispatch.Call, "run", broken)
-    assert main(["selftest", "--device", "cpu", "--seed", "1"]) == 1
-    assert "FAILED" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_selftest_detects_a_wrong_number_format(name, monkeypatch):
+    """Of another build of ml_dtypes, which reference and kernels' tables would follow."""
+    wrong = {"float8_e4m3fn": ml_dtypes.float8_e4m3, "float8_e5m2": ml_dtypes.float8_e5m2fnuz}[name]
+    fmt = next(f for f, dtype in selftest.FLOAT8_DTYPES.items() if dtype == np.dtype(name))
+    monkeypatch.setitem(selftest.FLOAT8_DTYPES, fmt, np.dtype(wrong))
+    with pytest.raises(ValueError, match=f"values of {fmt}"):
+        selftest.check_formats(selftest.Inputs(0))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_selftest_of_frameworks(framework, capsys, monkeypatch):
+    pytest.importorskip(framework)
+    name = "moe_experts" if framework == "torch" else "moe_ffn"
+    ops = importlib.import_module(f"fp8moe.adapters.{framework}_ops")
+    experts = getattr(ops, name)
+    monkeypatch.setattr(ops, name, lambda *args, **options: 2 * experts(*args, **options))
+    monkeypatch.setattr(selftest, "CHECKS", {})
+    monkeypatch.setattr(selftest, "FRAMEWORKS", {framework: selftest.FRAMEWORKS[framework]})
+    assert main(["selftest", "--device", "cpu"]) == 1
+    assert "FAILED  ValueError: y: relative error" in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["selftest", "--device", "cpu"]) == 0
+    assert f"{framework} is not installed" in capsys.readouterr().out
 
 
 def test_cuda_selftest_without_cuda_names_the_package():

@@ -58,6 +58,14 @@ def test_validation_errors(monkeypatch, installed):
         deepgemm.grouped_gemm(fp8moe.quantize(torch.randn(128, 256), fmt="e5m2"), w, offsets)
     with pytest.raises(ValueError, match=r"\[128, 256\]"):
         deepgemm.grouped_gemm(x, w, offsets[:1])
+    fake = sys.modules["deep_gemm"]
+    for alignment in (64, 128):
+        fake.get_mk_alignment_for_contiguous_layout = lambda alignment=alignment: alignment
+        deepgemm.grouped_gemm(x, w, offsets)
+    for alignment in (224, 256):  # a block of rows is multiplied by the weight of its first row's expert
+        fake.get_mk_alignment_for_contiguous_layout = lambda alignment=alignment: alignment
+        with pytest.raises(ValueError, match=f"deep_gemm: got blocks of {alignment} rows; wanted a divisor"):
+            deepgemm.grouped_gemm(x, w, offsets)
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(ImportError, match="another package"):
         deepgemm.grouped_gemm(x, w, offsets)

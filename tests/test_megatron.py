@@ -175,7 +175,8 @@ def config(**options):
 
 
 def test_alignment_of_the_recipes():
-    plain = {"fp8": None, "fp8_recipe": "delayed", "fp4": None, "use_transformer_engine_op_fuser": False}
+    fused = {"use_transformer_engine_op_fuser": False, "moe_use_grouped_tensor": False}
+    plain = {"fp8": None, "fp8_recipe": "delayed", "fp4": None, "fp4_recipe": "nvfp4", **fused}
 
     def recipe(**options):
         return types.SimpleNamespace(**{**plain, **options})
@@ -188,9 +189,16 @@ def test_alignment_of_the_recipes():
     assert megatron.align_size(blockwise, grouped_blockwise=True) == 128
     assert megatron.align_size(recipe(fp4="e2m1")) == 128
     original = moe_utils.get_align_size_for_quantization
+    for name in fused:  # Megatron pads these to 256 with any recipe
+        assert megatron.align_size(recipe(**{name: True})) == 256
+        assert megatron.align_size(recipe(fp8="e4m3", fp8_recipe="blockwise", **{name: True})) == 256
     with megatron.enable(grouped_blockwise=True):
         for module in (moe_utils, token_dispatcher):
             assert module.get_align_size_for_quantization(blockwise) == 128
+            for fp8 in (blockwise, recipe(fp4="e2m1")):
+                fp8.use_transformer_engine_op_fuser = True
+                assert module.get_align_size_for_quantization(fp8) == 256
+                fp8.use_transformer_engine_op_fuser = False
             assert module.get_align_size_for_quantization(recipe()) == original(recipe())
     assert token_dispatcher.get_align_size_for_quantization is original
 
@@ -467,6 +475,18 @@ def test_activations(options, activation):
             {"then": {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}},
             {},
         ),
+        (
+            "offload_modules",
+            {"then": {"fine_grained_activation_offloading": True, "offload_modules": ["fused_group_mlp"]}},
+            {},
+        ),
+        ("moe_mlp_glu_interleave_size", {"then": {"moe_mlp_glu_interleave_size": 1}}, {}),
+        ("moe_dispatch_fwd_dtype", {"then": {"moe_dispatch_fwd_dtype": "mxfp8"}}, {}),
+        ("moe_combine_bwd_dtype", {"then": {"moe_combine_bwd_dtype": "mxfp8"}}, {}),
+        ("expert_gtp_weight_remat_size", {"then": {"expert_gtp_weight_remat_size": 2}}, {}),
+        ("batch_invariant_mode", {"then": {"batch_invariant_mode": True}}, {}),
+        ("quant_recipe", {"then": {"quant_recipe": object()}}, {}),
+        ("fp8_wgrad", {"then": {"fp8_wgrad": False}}, {}),
         ("moe_shared_expert_overlap", {"then": {"moe_shared_expert_overlap": True}}, {}),
         ("moe_pad_expert_input_to_capacity", {"then": {"moe_pad_expert_input_to_capacity": True}}, {}),
         ("moe_router_padding_for", {"then": {"moe_router_padding_for_quantization": True}}, {}),
@@ -482,6 +502,28 @@ def test_unsupported_options_raise_in_the_constructor(name, options, sizes):
         setattr(given_config, field, value)
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name}[a-z_0-9]*: got"):
         megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), **own)
+
+
+def test_first_and_last_layers_in_bf16(monkeypatch):
+    """``first_last_layers_bf16`` selects layers by their number, which experts of Megatron's own layer do
+    not know."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # the router asks for it by name
+    given_config = moe_config(moe_ffn_hidden_size=128)
+    given_config.num_layers, given_config.first_last_layers_bf16 = 6, True
+    given_config.num_layers_at_start_in_bf16, given_config.num_layers_at_end_in_bf16 = 2, 1
+    given = {"config": given_config, "pg_collection": groups(tp_ep=1, tp_cp=1, tp_dp_cp=1, cp=1)}
+    recipes = ["bf16", "bf16", "fp8_flow", "fp8_flow", "fp8_flow", "bf16"]
+    assert [megatron.FP8FlowMoELayer(layer_number=n, **given).experts.recipe for n in range(1, 7)] == recipes
+    layer = megatron.FP8FlowMoELayer(**given)
+    assert layer.experts.recipe == "fp8_flow"
+    for number, recipe in enumerate(recipes, 1):
+        layer.set_layer_number(number)
+        assert layer.experts.recipe == recipe
+    given_config.fp8_wgrad = False  # has no meaning in bf16
+    megatron.FP8FlowExperts(2, **given, recipe="bf16")
+    given_config.fp8_wgrad = True
+    with pytest.raises(NotImplementedError, match="first_last_layers_bf16: got True"):
+        megatron.FP8FlowExperts(2, **given)
 
 
 @pytest.mark.parametrize(("option", "value"), [("backend", "mma"), ("num_sms", 4)])
@@ -518,6 +560,27 @@ def test_products_of_the_fp8_recipes_add_to_main_grad(recipe):
     for a, b in zip(*gradients, strict=True):
         assert a.any()
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shards_of_several_ranks_with_equal_keys_raise(ranks, tmp_path):
+    """Megatron-FSDP's, whose keys do not tell the expert-parallel ranks apart."""
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(ep=ranks))
+    assert set(experts.state_dict()) == {"weight1", "weight2"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for name in ("weight1", "weight2"):
+            shard = torch.distributed.tensor.distribute_tensor(getattr(experts, name).detach(), mesh)
+            setattr(experts, name, torch.nn.Parameter(shard))
+        layers = torch.nn.Sequential(experts)
+        if ranks == 1:
+            assert set(layers.state_dict()) == {"0.weight1", "0.weight2"}
+        else:
+            with pytest.raises(NotImplementedError, match="weight1: got a DTensor with expert_model_par"):
+                layers.state_dict()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_layer_specs():

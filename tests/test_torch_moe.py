@@ -333,6 +333,24 @@ def test_compiled_gradients_are_added_to_main_grad(recipe):
         assert w.grad_added_to_main_grad
 
 
+@pytest.mark.parametrize("attribute", ["overwrite_main_grad", "__fsdp_param__"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_main_grad_to_overwrite_is_not_added_to(mode, attribute):
+    """Megatron-FSDP's ``main_grad`` has the contents of an earlier step: gradients are returned."""
+    torch.compiler.reset()
+    plain, layer, x = module(), module(), tokens()
+    backward(plain, x)
+    for w in (layer.w13, layer.w2):
+        w.main_grad, w.grad_added_to_main_grad = torch.full_like(w, float("nan")), False
+        setattr(w, attribute, True)
+    backward(layer if mode == "eager" else torch.compile(layer, backend="aot_eager", fullgraph=True), x)
+    for name in ("w13", "w2"):
+        w = getattr(layer, name)
+        assert torch.equal(w.grad, getattr(plain, name).grad)
+        assert w.main_grad.isnan().all()
+        assert not w.grad_added_to_main_grad
+
+
 @pytest.mark.parametrize("call", ["grad", "inputs"])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_gradient_of_the_input_only_does_not_change_main_grad(mode, call):

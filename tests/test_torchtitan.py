@@ -166,3 +166,12 @@ def test_validation_errors():
     experts, (x, scores, ids, counts) = converted(config(), backend="mma").build(), routed()
     with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
         experts(x, scores, ids, counts)
+
+
+def test_experts_that_a_later_converter_replaces_raise():
+    """Only their weights would be read; their own forward would not be called."""
+    both = converted(config())
+    both.build()
+    both.inner_experts = config(GptOssGroupedExperts).inner_experts
+    with pytest.raises(NotImplementedError, match="inner_experts: got GptOssGroupedExperts; wanted Group"):
+        both.build()
