@@ -79,6 +79,7 @@ def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
     [
         "layers,bounded,chunks,rows,refusals,same_backward,module",
         "layers/peer,chunks/peer,rows/peer,refusals/peer,same_backward/peer,module/peer,in_turn/peer",
+        "copied,changed,data_parallel,composed",
     ],
 )
 def test_several_gpus(cases, world, tmp_path):
