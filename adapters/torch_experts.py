@@ -245,7 +245,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
         y, saved = _call_forward(x, ids, probs, gemm_weights, options, comm, collector is not None)
         if collector is not None:
-            collector.forward(x, saved)
+            collector.forward(x, saved, options.ffn)
         if options.gradients:
             # autograd detects overwritten codes, even if saved-tensor hooks have moved them
             saved = replace(saved, overwritten=(None, None))
