@@ -25,7 +25,13 @@ from torch.distributed.tensor import DTensor
 import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
-from fp8moe.adapters.torch_halves import Half, asked_for, is_asked_for, keeps_graph
+from fp8moe.adapters.torch_halves import (
+    Half,
+    asked_for,
+    is_asked_for,
+    keeps_graph,
+    leaves_not_asked_for,
+)
 from fp8moe.adapters.torch_library import (
     NAMESPACE,
     as_arguments,
@@ -245,7 +251,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
         y, saved = _call_forward(x, ids, probs, gemm_weights, options, comm, collector is not None)
         if collector is not None:
-            collector.forward(x, saved)
+            collector.forward(x, saved, options.ffn)
         if options.gradients:
             # autograd detects overwritten codes, even if saved-tensor hooks have moved them
             saved = replace(saved, overwritten=(None, None))
@@ -650,6 +656,13 @@ def _results_of_backward(
                 "(torch.autograd.grad, or backward(inputs=...), of other tensors), which it would still add; "
                 "wanted backward(), or the layer in a function under torch.compiler.disable"
             )
+    added = layer is None and any(main is not None for main in mains)
+    if added and any(main_grad_of(w) is not None for w in leaves_not_asked_for()):
+        raise RuntimeError(
+            "main_grad: got a backward of compiled experts without the gradients of all weights "
+            "(torch.autograd.grad, or backward(inputs=...), of other tensors), which it would still add; "
+            "wanted backward(), or the experts in a function under torch.compiler.disable"
+        )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.gradients))
     dx, dprobs, *weight_grads = _gradients(backward, saved, mains, dtypes, options)
     grads = [_no_gradient(dy) if a is None else a for a in (dx, dprobs)]

@@ -32,6 +32,14 @@ def is_asked_for(parameter: Tensor) -> bool:
     return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
+def leaves_not_asked_for() -> list[Tensor]:
+    """Leaf tensors whose gradients the running node computes, although the running backward does not use
+    them: a compiled backward computes all of its gradients."""
+    node: Any = torch._C._current_autograd_node()
+    following = () if node is None else [f for f, _ in node.next_functions if hasattr(f, "variable")]
+    return [f.variable for f in following if not _runs(f)]
+
+
 def keeps_graph() -> bool:
     """Whether the running backward retains its graph, so that it may run again. False outside a backward,
     where torch's own query returns true."""

@@ -568,6 +568,7 @@ class FP8FlowMoE(nn.Module):
             self._release_copies()
         return list(quantize_fp8_weights(*own, activation=self.activation))
 
+    @torch.compiler.disable  # Dynamo makes StorageWeakRefs without attributes, whose __del__ raises
     def _keep_copies(self, requested: bool = False) -> _Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
         requested: by quantize_weights()."""

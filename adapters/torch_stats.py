@@ -35,15 +35,15 @@ class TensorStats:
         Number of values larger than their code.
     flushed : Tensor, int64, scalar
         Number of nonzero values with a zero code.
-    elements : int
-        Number of values.
+    elements : int or Tensor, int64, scalar
+        Number of values; a tensor for `LayerStats.a`, whose number of rows only the device knows.
     """
 
     amax: Tensor
     nonfinite: Tensor
     saturated: Tensor
     flushed: Tensor
-    elements: int
+    elements: int | Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class LayerStats:
     x : TensorStats
         Input of the layer.
     a : TensorStats or None
-        Activation between the two products; None if ``recompute`` or a gradient of w2 only does not save it.
+        Activation between the two products, without padding; None if ``recompute`` or a gradient of w2 only
+        does not save it.
     dy : TensorStats or None
         Gradient of the output; None before a backward.
     """
@@ -111,18 +112,20 @@ def of_tensor(values: Tensor) -> TensorStats:
     )
 
 
-def of_forward(x: Tensor, saved: Any) -> LayerStats:
-    """Statistics from the layer's input and the record of `fp8moe.moe_forward`. Raises NotImplementedError
-    for chunks."""
+def of_forward(x: Tensor, saved: Any, ffn: int | None) -> LayerStats:
+    """Statistics from the layer's input and the record of `fp8moe.moe_forward`; ffn: F, if the weights are
+    padded. Raises NotImplementedError for chunks."""
     if saved.later:
         raise NotImplementedError("collect_stats: got True with overlap_chunks; wanted False")
     a = None
     if saved.h is not None:
         activated = fp8moe.swiglu(saved.h, saved.probs, activation=saved.activation)
-        rows = torch.arange(len(activated), device=x.device)
-        # padding rows are excluded
-        activated = torch.where((rows < saved.plan.expert_offsets[-1])[:, None], activated, 0)
-        a = of_tensor(activated)
+        offsets, counts = saved.plan.expert_offsets, saved.plan.tokens_per_expert
+        rows = torch.arange(len(activated), dtype=offsets.dtype, device=x.device)
+        expert = torch.searchsorted(offsets[1:], rows, right=True).clamp(max=len(counts) - 1)
+        counted = rows < (offsets[:-1] + counts)[expert]  # no padding
+        a = of_tensor(torch.where(counted[:, None], activated, 0))
+        a = replace(a, elements=counted.sum() * (ffn or activated.shape[1]))
     return LayerStats(saved.plan.tokens_per_expert, saved.plan.overflow, of_tensor(x), a)
 
 
@@ -132,8 +135,8 @@ class Collector:
     def __init__(self) -> None:
         self.stats: LayerStats | None = None
 
-    def forward(self, x: Tensor, saved: Any) -> None:
-        self.stats = of_forward(x, saved)
+    def forward(self, x: Tensor, saved: Any, ffn: int | None) -> None:
+        self.stats = of_forward(x, saved, ffn)
 
     def backward(self, dy: Tensor) -> None:
         if self.stats is not None:

@@ -202,6 +202,23 @@ def test_main_grad_of_bfloat16_weights_is_not_rounded(width, compiled):
         assert torch.equal(w.main_grad, wanted.grad)
 
 
+@pytest.mark.parametrize(
+    "backward", [torch.autograd.grad, lambda y, x: y.backward(inputs=[x])], ids=["grad", "inputs"]
+)
+def test_a_compiled_gradient_of_the_input_only_does_not_change_main_grad(backward):
+    x, w1, w3, w2, ids, probs, _ = problem()
+    x.requires_grad_()
+    weights = [torch.nn.Parameter(w) for w in (w1, w3, w2)]
+    for w in weights:
+        w.main_grad = torch.zeros_like(w)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), backend="aot_eager")
+    y = compiled(x, *weights).sum()
+    with pytest.raises(RuntimeError, match="without the gradients of all weights"):
+        backward(y, x)
+    assert not any(w.main_grad.any() for w in weights)
+
+
 def test_one_frozen_half():
     x, w1, w3, w2, ids, probs, dy = problem()
     _, _, *wanted = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)

@@ -827,6 +827,20 @@ def test_stats_of_the_activation(device):
     assert layer.stats().a.nonfinite.item() == 0
 
 
+def test_stats_do_not_count_padding(device):
+    """Neither padding rows nor the columns that pad the FP8 copies of the weights."""
+    torch.manual_seed(0)
+    layer, x = FP8FlowMoE(HIDDEN, 96, EXPERTS, TOPK, device=device), tokens(device)
+    layer.collect_stats = True
+    layer(x)
+    assert layer.stats().a.elements.item() == len(x) * TOPK * 96
+    with torch.no_grad():
+        layer.w13[1, 0] = float("nan")
+    layer(x)
+    stats = layer.stats()
+    assert stats.a.nonfinite.item() == stats.rows_per_expert[1].item()
+
+
 # ---------------------------------------------------------------- the operators
 
 

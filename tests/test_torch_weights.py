@@ -3,6 +3,7 @@ weights; within `weights_unchanged` one set of FP8 copies serves all forwards.""
 
 import gc
 import os
+import sys
 import threading
 
 import numpy as np
@@ -600,6 +601,25 @@ def test_compiled(device, recipe):
     for first in (True, False):
         with pytest.raises(Exception, match=f"is_first_microbatch: got {first} in compiled code"):
             compiled(tokens(device), is_first_microbatch=first)
+
+
+def test_a_scope_inside_of_compiled_code(monkeypatch):
+    """The scope breaks the graph; nothing is left over whose destructor raises."""
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    torch.compiler.reset()
+    layer, x = module(), tokens()
+
+    @torch.compile(backend="eager")
+    def forward(x):
+        with torch_moe.weights_unchanged(layer):
+            return layer(x)
+
+    with torch.no_grad():
+        assert torch.equal(forward(x), layer(x))
+    assert layer.fp8_weight_nbytes == 0
+    gc.collect()
+    assert not unraisable
 
 
 def assert_fresh_in_scope(layer, forward):
