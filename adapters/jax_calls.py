@@ -348,15 +348,13 @@ mlir.register_lowering(_call_p, _lower, platform="cuda")
 
 # ---------------------------------------------------------------- the handler that XLA runs
 
-# Descriptions by the address of their text, which identifies one call site of a loaded program. Each call
-# site needs its own layout, whose scratch memory must not be shared. Another program may reuse the address of
-# an unloaded one, so the text is compared too.
-_call_sites: dict[int, tuple[bytes, Described]] = {}
+# Each call site has its own description, because the scratch memory of its layout must not be shared. It
+# lives as long as the site: a CUDA graph captured of the program uses that memory.
 
 
 def places_called() -> int:
     """Number of call sites of loaded programs that have been called."""
-    return len(_call_sites)
+    return sum("described" in site.kept for site in jax_ffi.live_sites())
 
 
 _host_calls: list[bool] = []  # one entry for each running call
@@ -367,7 +365,7 @@ _calls_done = threading.Event()  # set when a call ends, cleared by `_finish`
 def _finish() -> None:
     """On the host, calls run in XLA's threads. These cannot enter Python during interpreter shutdown, and XLA
     waits for them: a process that exits before its results are ready would hang."""
-    if not _call_sites:
+    if not jax_ffi.live_sites():
         return
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # errors of the program, or of an array deleted meanwhile
@@ -377,20 +375,17 @@ def _finish() -> None:
 
 
 def _execute(call: jax_ffi.Call) -> None:
-    address, length = call.attribute
-    text = ctypes.string_at(address, length)
-    cached = _call_sites.get(address)
-    if cached is None or cached[0] != text:
-        cached = _call_sites[address] = text, _checked_description(text.decode(), call)
-    described = cached[1]
+    described = call.site.kept.get("described")
+    if described is None:  # one description, also where two devices call at once: each may capture a graph
+        described = call.site.kept.setdefault("described", _checked_description(call))
     if call.device < 0:
         _run_on_host(described, call)
     else:
         described.layout.run(call.arguments, call.results, jax_ffi.address_of, call.device, call.stream)
 
 
-def _checked_description(text: str, call: jax_ffi.Call) -> Described:
-    described = Described(text)
+def _checked_description(call: jax_ffi.Call) -> Described:
+    described = Described(call.site.text.decode())
     for kind, specs, buffers in (
         ("arrays", described.specs, call.arguments),
         ("results", described.layout.outputs, call.results),

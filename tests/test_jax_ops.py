@@ -1,10 +1,12 @@
 """The JAX adapter on the CPU: bitwise equal results under jit, gradients, JAX's transformations."""
 
 import functools
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
-from fp8moe.adapters import jax_calls
+from fp8moe.adapters import jax_calls, jax_ffi
 from fp8moe.record_trees import map_arrays
 
 
@@ -316,6 +318,52 @@ def test_eager_vmap_compiles_once():
     assert jax_calls.places_called() == before
     for i in range(3):
         assert_same(to_numpy(jax_ops.swiglu_backward(grad[i], x[i])).dh, wanted.dh[i])
+
+
+def test_call_sites_live_as_long_as_their_program():
+    """A program that can still run keeps its call sites while others are dropped, and a dropped one none."""
+    x = jnp.ones((8, 128))
+
+    def program(factor):
+        return jax.jit(lambda x: jax_ops.dequantize(jax_ops.quantize(x * factor)))
+
+    gc.collect()
+    before, kept, compiled = jax_calls.places_called(), program(2), program(3).lower(x).compile()
+    np.testing.assert_array_equal(kept(x) + compiled(x), 5)
+    descriptions = [site.kept.get("described") for site in jax_ffi.live_sites()]
+    for i in range(4):
+        np.testing.assert_array_equal(program(2.0**i)(x), 2.0**i)
+        gc.collect()
+        assert jax_calls.places_called() == before + 4
+    assert [site.kept.get("described") for site in jax_ffi.live_sites()] == descriptions
+    np.testing.assert_array_equal(kept(x) + compiled(x), 5)
+    del kept, compiled
+    gc.collect()
+    assert jax_calls.places_called() == before
+
+
+def test_two_first_calls_of_a_call_site_at_once(monkeypatch):
+    """Both use one description, whose scratch memory a captured graph uses."""
+    site, made = jax_ffi.Site(b""), []
+
+    class Layout:
+        def run(self, *_):
+            used.append(self)
+
+    def description(call):
+        made.append(SimpleNamespace(layout=Layout()))
+        own = made[-1]
+        if len(made) == 1:
+            jax_calls._execute(call)  # as another thread does meanwhile
+        return own
+
+    used = []
+    monkeypatch.setattr(jax_calls, "_checked_description", description)
+    for _ in range(2):
+        jax_calls._execute(jax_ffi.Call(site, (), (), 0, 0))
+    assert len(made) == 2
+    assert len(used) == 3
+    assert len(set(used)) == 1
 
 
 def test_without_jit():
