@@ -390,11 +390,13 @@ def _checked_description(call: jax_ffi.Call) -> Described:
         ("arrays", described.specs, call.arguments),
         ("results", described.layout.outputs, call.results),
     ):
-        shapes, expected = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
-        if shapes != expected:
+        given = [(jax_ffi.dtype_of(b), jax_ffi.shape_of(b)) for b in buffers]
+        expected = [(np.dtype(s.dtype).name, tuple(s.shape)) for s in specs]
+        if given != expected:
+            got, wanted = (", ".join(f"{dtype}{[*shape]}" for dtype, shape in a) for a in (given, expected))
             raise RuntimeError(
-                f"program: got {kind} of shapes {shapes}; wanted {expected}, as in this version of fp8moe; "
-                "trace the program again"
+                f"program: got {kind} {got}; wanted {wanted}, as in this version of fp8moe; trace the "
+                "program again"
             )
     return described
 

@@ -153,8 +153,8 @@ class Site:
 
 
 class Call(NamedTuple):
-    """One call of a target. arguments, results: addresses of buffers, for `address_of` and `shape_of`.
-    device, stream: the CUDA device and stream; -1 and 0 on the host."""
+    """One call of a target. arguments, results: addresses of buffers, for `address_of`, `shape_of` and
+    `dtype_of`. device, stream: the CUDA device and stream; -1 and 0 on the host."""
 
     site: Site
     arguments: Sequence[int]
@@ -174,6 +174,22 @@ def address_of(buffer: int) -> int:
 def shape_of(buffer: int) -> tuple[int, ...]:
     array = _Buffer.from_address(buffer)
     return tuple(array.dimensions[: array.rank])
+
+
+#: XLA's numbers of dtypes
+_DTYPES = {
+    **{1: "bool", 21: "int4", 2: "int8", 3: "int16", 4: "int32", 5: "int64"},
+    **{22: "uint4", 6: "uint8", 7: "uint16", 8: "uint32", 9: "uint64"},
+    **{10: "float16", 16: "bfloat16", 11: "float32", 12: "float64", 15: "complex64", 18: "complex128"},
+    **{19: "float8_e5m2", 20: "float8_e4m3fn", 23: "float8_e4m3b11fnuz", 24: "float8_e5m2fnuz"},
+    **{25: "float8_e4m3fnuz", 28: "float8_e4m3", 29: "float8_e3m4", 32: "float4_e2m1fn"},
+    **{33: "float8_e8m0fnu"},
+}
+
+
+def dtype_of(buffer: int) -> str:
+    number = _Buffer.from_address(buffer).dtype
+    return _DTYPES.get(number, f"XLA's dtype {number}")
 
 
 def register(target: str, function: Callable[[Call], None], *, command_buffer: bool) -> None:

@@ -366,6 +366,26 @@ def test_two_first_calls_of_a_call_site_at_once(monkeypatch):
     assert len(set(used)) == 1
 
 
+@pytest.mark.parametrize(
+    ("x", "results", "message"),
+    [
+        (jnp.ones((8, 128), jnp.int32), [jnp.uint8, jnp.float32], r"arrays int32\[8, 128\]; wanted float32"),
+        (jnp.ones((8, 256)), [jnp.uint8, jnp.float32], r"arrays float32\[8, 256\]; wanted float32\[8, 128\]"),
+        (
+            jnp.ones((8, 128)),
+            [jnp.float8_e4m3fn, jnp.float32],
+            r"results float8_e4m3fn\[8, 128\], float32\[8, 1\]; wanted uint8\[8, 128\], float32\[8, 1\]",
+        ),
+    ],
+)
+def test_buffers_other_than_described_raise(x, results, message):
+    call = jax.make_jaxpr(jax_ops.quantize)(jnp.ones((8, 128))).eqns[0]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, d) for v, d in zip(call.outvars, results, strict=True)]
+    run = jax.ffi.ffi_call("fp8moe_call_in_graph", shapes)
+    with pytest.raises(Exception, match=f"program: got {message}.*; trace the program again"):
+        jax.block_until_ready(run(x, call=call.params["text"]))
+
+
 def test_without_jit():
     """`jax.disable_jit` also reaches operations that are called eagerly."""
     x = jnp.asarray(RNG.standard_normal((3, 2, 8)), jnp.float32)
