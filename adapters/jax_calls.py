@@ -32,6 +32,8 @@ from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
 from fp8moe.call import as_codes
 from fp8moe.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
+from fp8moe.interop.base import dtype_named
+from fp8moe.interop.jax import check_result
 from fp8moe.moe import Saved
 from fp8moe.record_trees import arrays_in, field_names, map_arrays
 from fp8moe.records import (
@@ -90,10 +92,12 @@ def describe(
         "args": _encode(args, number),
         "options": {key: _encode(options[key], number) for key in sorted(options)},
     }
+    verb = name.rpartition(".")[2]
     for a in operands:
+        dtype_named(str(a.dtype), verb)
         if not all(isinstance(n, int) for n in a.shape):
             raise TypeError(
-                f"{name.rpartition('.')[2]}: got an array of symbolic shape {a.shape}; wanted numbers; call "
+                f"{verb}: got an array of symbolic shape {a.shape}; wanted numbers; call "
                 "jax.export.export for each shape"
             )
     description["arrays"] = [[np.dtype(a.dtype).name, *a.shape] for a in operands]
@@ -192,6 +196,8 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set
     layout = described.layout
     outputs = ()
     operands = list(vary_alike(*operands))
+    for spec in layout.outputs:
+        check_result(spec)
     if layout.outputs:
         outputs = _call_p.bind(*operands, text=text)
     return layout.result(operands, outputs)
@@ -298,7 +304,7 @@ def _refuse_gradient(tangents: Any, arrays: Any, *, text: str) -> Any:
     if name.endswith("_backward") or name == "grouped_gemm_wgrad":
         instead = "it computes a gradient, and has no second derivative; pass jax.lax.stop_gradient(...)"
     elif name in ("moe_forward", "grouped_gemm", "permute_gemm"):
-        instead = "call jax_ops.moe_ffn, which has gradients"
+        instead = "call jax_ops.moe_ffn, which has gradients, but no second derivatives"
     elif name.startswith("plan"):
         instead = "pass jax.lax.stop_gradient(...)"
     else:

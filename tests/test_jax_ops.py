@@ -409,6 +409,31 @@ def test_types_in_place_of_names(dtype):
         jax.jit(lambda q: jax_ops.dequantize(q, dtype=dtype))(to_jax(fp8moe.quantize(X)))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.float4_e2m1fn, jnp.complex64])
+def test_dtypes_of_other_widths_in_a_program(dtype, platform):
+    """XLA packs two elements of 4 bits into a byte; kernels would move a byte of each."""
+    permute = jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)).data)
+    name = np.dtype(dtype).name
+    with pytest.raises(TypeError, match=f"permute: dtype {name} is not supported; wanted one of bool, int8"):
+        permute.trace(jnp.ones((T, H), dtype)).lower(lowering_platforms=(platform,))
+
+
+def test_random_keys_in_a_program():
+    keys = jax.random.split(jax.random.key(0), (T, 2))
+    with pytest.raises(TypeError, match="permute: dtype key<fry> is not supported; wanted one of bool"):
+        jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)).data)(keys)
+
+
+def test_results_of_64_bits_in_a_program():
+    a, offsets = jnp.ones((T, H)), jnp.asarray(OFFSETS)
+    wgrad = jax.jit(lambda a: jax_ops.grouped_gemm_wgrad(a, a, offsets, dtype="float64"))
+    with pytest.raises(TypeError, match="dtype: got float64, which JAX would truncate"):
+        wgrad(a)
+    with jax.enable_x64(True):
+        assert wgrad(a).dtype == np.float64
+
+
 def test_calls_in_a_program_are_not_counted():
     f, x = jax.jit(lambda x: jax_ops.dequantize(jax_ops.quantize(x))), jnp.ones((256, 1024))
     f(x).block_until_ready()
