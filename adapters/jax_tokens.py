@@ -56,6 +56,27 @@ def _dispatch_bwd(rows, align, residuals, grads):  # type: ignore[no-untyped-def
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def probs_of_rows(row_map: Any, pads: Any, probs: Any, rows: int) -> Any:
+    """The probability of each row of a dispatch whose own rows have no gradient."""
+    return _probs_of_rows_fwd(row_map, pads, probs, rows)[0]
+
+
+def _probs_of_rows_fwd(row_map, pads, probs, rows):  # type: ignore[no-untyped-def]
+    (moved,) = _partitioned(_probs, _probs_part, "m.t", "r", rows)(row_map, pads, probs)
+    return moved, (row_map, pads, probs)
+
+
+def _probs_of_rows_bwd(rows, residuals, grad):  # type: ignore[no-untyped-def]
+    row_map, pads, probs = residuals
+    gather = _partitioned(_gather, _gather_part, "m.rr", "tt")
+    _, dprobs = gather(row_map, pads, jax_ops.no_columns(grad), grad)
+    return None, None, dprobs.astype(probs.dtype)
+
+
+probs_of_rows.defvjp(_probs_of_rows_fwd, _probs_of_rows_bwd)
+
+
 @jax.custom_vjp
 def combine(data: Any, row_map: Any, probs: Any, pads: Any) -> Any:
     """[T, H]: the sum of each token's rows, each multiplied by its probability if given."""
@@ -89,6 +110,11 @@ def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
     counts = plan.padded_tokens_per_expert if align > 1 else plan.tokens_per_expert
     results = moved.data, plan.row_id_map, plan.pad_offsets, counts
     return (*results, moved.probs) if probs else results
+
+
+def _probs(rows, row_map, pads, probs):  # type: ignore[no-untyped-def]
+    plan = _plan_of(row_map, pads, rows)
+    return (jax_ops._permute_op(jax_ops.no_columns(probs), plan, probs).probs,)
 
 
 def _gather(row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
@@ -133,6 +159,11 @@ def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore
         data = jnp.where(overflow > 0, jnp.nan, data).astype(data.dtype)
     results = data, row_map, pads, counts
     return (*results, _entries_of(probs[0], token, expert)) if probs else results
+
+
+def _probs_part(axes, devices, rows, row_map, pads, probs):  # type: ignore[no-untyped-def]
+    token, expert = row_maps.row_sources(jnp, row_map, pads, rows // devices)
+    return (_entries_of(probs, token, expert),)
 
 
 def _gather_part(axes, devices, row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]

@@ -107,7 +107,7 @@ def token_dispatch(
         x, mask, None if separate_probs else flat, rows, align
     )
     if separate_probs:
-        moved = jax_tokens.dispatch(jax_ops.no_columns(flat), mask, flat, rows, align)[1]
+        moved = jax_tokens.probs_of_rows(row_map, pads, flat, rows)
     return data, moved, row_map, None if align_size is None else pads, counts
 
 

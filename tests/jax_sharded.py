@@ -113,4 +113,10 @@ for of_x, of_probs, of_y in (
     results = run(put(x, *of_x), put(mask), put(probs, *of_probs), put(dy, *of_y))
     for result, expected in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(result, expected)
+# rows that have no gradient, whose probabilities are moved by an operation of their own
+numbers = np.arange(1, 1 + TOKENS, dtype=np.float32)[:, None]
+dispatch = jax.jit(lambda x, mask, probs: te.token_dispatch(x, mask, TOKENS * K, probs)[:2])
+spread = put(np.broadcast_to(numbers, mask.shape), "model")
+rows, row_probs = dispatch(put(numbers.astype(np.int32), "data"), put(mask), spread)
+np.testing.assert_array_equal(rows[:, 0], row_probs)
 print("right")
