@@ -143,11 +143,6 @@ def _plan_of(row_map: Any, pads: Any, rows: int) -> PermutationPlan:
 
 
 def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
-    if rows % devices:
-        raise ValueError(
-            f"num_out_tokens: got {rows} rows, padding included, for tokens on {devices} devices; wanted a "
-            "multiple of the number of devices"
-        )
     rows //= devices
     mask = (mask != 0).astype(jnp.int32)
     local = mask.sum(axis=0, dtype=jnp.int32)
@@ -302,10 +297,20 @@ def _partitioned_function(
         return array.sharding.spec[0] if array.sharding.spec else None
 
     def partition(mesh: Any, operands: Any, made: Any) -> Any:
-        types = zip((*operands, *made), arguments + results, strict=True)
-        axes = next(axes_of(array) for array, kind in types if kind == "m")
+        arrays = [*zip((*operands, *made), arguments + results, strict=True)]
+        axes = next(axes_of(array) for array, kind in arrays if kind == "m")
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
         devices = math.prod(mesh.shape[n] for n in names)
+        for array, kind in arrays:
+            if kind != "." and array.shape[0] % devices:
+                name, unit = (
+                    ("num_out_tokens", "rows, padding included,") if kind == "r" else ("inp", "tokens")
+                )
+                raise ValueError(
+                    f"{name}: got {array.shape[0]} {unit} in a program that XLA partitions over {devices} "
+                    "devices; wanted a multiple of the number of devices, because XLA would append tokens of "
+                    "any value; pad the tokens"
+                )
         operand_shardings, result_shardings = shardings(mesh, axes)
         device_part = functools.partial(part, names, devices, *static)
         return mesh, device_part, result_shardings, operand_shardings

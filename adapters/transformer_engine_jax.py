@@ -72,8 +72,8 @@ def token_dispatch(
     TypeError
         For rows of a non-differentiable dtype that are differentiated.
     ValueError
-        If num_out_tokens is not a positive int, or not a multiple of the number of devices that tokens are
-        sharded over.
+        If num_out_tokens is not a positive int, or it or T is no multiple of the number of devices that the
+        tokens are sharded over.
 
     Notes
     -----

@@ -113,6 +113,10 @@ for of_x, of_probs, of_y in (
     results = run(put(x, *of_x), put(mask), put(probs, *of_probs), put(dy, *of_y))
     for result, expected in zip(results, wanted, strict=True):
         np.testing.assert_array_equal(result, expected)
+# XLA appends rows of any value to arrays that it cannot divide
+short = jax.jit(lambda *arrays: moved(*(a[1:] for a in arrays)))
+with pytest.raises(Exception, match="inp: got 15 tokens in a program that XLA partitions over 2 devices"):
+    short(*(put(a, "data") for a in (x, mask, probs)))
 # rows that have no gradient, whose probabilities are moved by an operation of their own
 numbers = np.arange(1, 1 + TOKENS, dtype=np.float32)[:, None]
 dispatch = jax.jit(lambda x, mask, probs: te.token_dispatch(x, mask, TOKENS * K, probs)[:2])
