@@ -32,6 +32,8 @@ from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
 from fp8moe.call import as_codes
 from fp8moe.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
+from fp8moe.interop.base import dtype_named
+from fp8moe.interop.jax import check_result
 from fp8moe.moe import Saved
 from fp8moe.record_trees import arrays_in, field_names, map_arrays
 from fp8moe.records import (
@@ -90,10 +92,12 @@ def describe(
         "args": _encode(args, number),
         "options": {key: _encode(options[key], number, key) for key in sorted(options)},
     }
+    verb = name.rpartition(".")[2]
     for a in operands:
+        dtype_named(str(a.dtype), verb)
         if not all(isinstance(n, int) for n in a.shape):
             raise TypeError(
-                f"{name.rpartition('.')[2]}: got an array of symbolic shape {a.shape}; wanted numbers; call "
+                f"{verb}: got an array of symbolic shape {a.shape}; wanted numbers; call "
                 "jax.export.export for each shape"
             )
     description["arrays"] = [[np.dtype(a.dtype).name, *a.shape] for a in operands]
@@ -192,6 +196,8 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set
     layout = described.layout
     outputs = ()
     operands = list(vary_alike(*operands))
+    for spec in layout.outputs:
+        check_result(spec)
     if layout.outputs:
         outputs = _call_p.bind(*operands, text=text)
     return layout.result(operands, outputs)
@@ -298,7 +304,7 @@ def _refuse_gradient(tangents: Any, arrays: Any, *, text: str) -> Any:
     if name.endswith("_backward") or name == "grouped_gemm_wgrad":
         instead = "it computes a gradient, and has no second derivative; pass jax.lax.stop_gradient(...)"
     elif name in ("moe_forward", "grouped_gemm", "permute_gemm"):
-        instead = "call jax_ops.moe_ffn, which has gradients"
+        instead = "call jax_ops.moe_ffn, which has gradients, but no second derivatives"
     elif name.startswith("plan"):
         instead = "pass jax.lax.stop_gradient(...)"
     else:
@@ -348,15 +354,13 @@ mlir.register_lowering(_call_p, _lower, platform="cuda")
 
 # ---------------------------------------------------------------- the handler that XLA runs
 
-# Descriptions by the address of their text, which identifies one call site of a loaded program. Each call
-# site needs its own layout, whose scratch memory must not be shared. Another program may reuse the address of
-# an unloaded one, so the text is compared too.
-_call_sites: dict[int, tuple[bytes, Described]] = {}
+# Each call site has its own description, because the scratch memory of its layout must not be shared. It
+# lives as long as the site: a CUDA graph captured of the program uses that memory.
 
 
 def places_called() -> int:
     """Number of call sites of loaded programs that have been called."""
-    return len(_call_sites)
+    return sum("described" in site.kept for site in jax_ffi.live_sites())
 
 
 _host_calls: list[bool] = []  # one entry for each running call
@@ -367,7 +371,7 @@ _calls_done = threading.Event()  # set when a call ends, cleared by `_finish`
 def _finish() -> None:
     """On the host, calls run in XLA's threads. These cannot enter Python during interpreter shutdown, and XLA
     waits for them: a process that exits before its results are ready would hang."""
-    if not _call_sites:
+    if not jax_ffi.live_sites():
         return
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # errors of the program, or of an array deleted meanwhile
@@ -377,29 +381,28 @@ def _finish() -> None:
 
 
 def _execute(call: jax_ffi.Call) -> None:
-    address, length = call.attribute
-    text = ctypes.string_at(address, length)
-    cached = _call_sites.get(address)
-    if cached is None or cached[0] != text:
-        cached = _call_sites[address] = text, _checked_description(text.decode(), call)
-    described = cached[1]
+    described = call.site.kept.get("described")
+    if described is None:  # one description, also where two devices call at once: each may capture a graph
+        described = call.site.kept.setdefault("described", _checked_description(call))
     if call.device < 0:
         _run_on_host(described, call)
     else:
         described.layout.run(call.arguments, call.results, jax_ffi.address_of, call.device, call.stream)
 
 
-def _checked_description(text: str, call: jax_ffi.Call) -> Described:
-    described = Described(text)
+def _checked_description(call: jax_ffi.Call) -> Described:
+    described = Described(call.site.text.decode())
     for kind, specs, buffers in (
         ("arrays", described.specs, call.arguments),
         ("results", described.layout.outputs, call.results),
     ):
-        shapes, expected = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
-        if shapes != expected:
+        given = [(jax_ffi.dtype_of(b), jax_ffi.shape_of(b)) for b in buffers]
+        expected = [(np.dtype(s.dtype).name, tuple(s.shape)) for s in specs]
+        if given != expected:
+            got, wanted = (", ".join(f"{dtype}{[*shape]}" for dtype, shape in a) for a in (given, expected))
             raise RuntimeError(
-                f"program: got {kind} of shapes {shapes}; wanted {expected}, as in this version of fp8moe; "
-                "trace the program again"
+                f"program: got {kind} {got}; wanted {wanted}, as in this version of fp8moe; trace the "
+                "program again"
             )
     return described
 

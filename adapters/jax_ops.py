@@ -4,19 +4,18 @@ Names and arguments are those of `fp8moe`; records are pytrees. A traced operati
 (`fp8moe.adapters.jax_calls`): on CUDA its kernels run on XLA's stream, in memory that XLA allocates,
 temporaries included. JAX's persistent compilation cache stores such programs, and
 ``jax.export.export(function, disabled_checks=jax_ops.EXPORT_CHECKS)`` exports them; a process that loads one
-must import this module first. Shapes are static: a plan has its static bound, and values are not checked. An
-array to add to (``out``, ``dw13``, ``dw2``) is not modified; the sum is returned, in the same memory if XLA
-can donate it. FP8 tensors are never inputs or outputs of a differentiated function: `moe_ffn` computes the
+must import this module first. Shapes are static: a plan has its static bound, and values are not checked. A
+jax.Array to add to (``out``, ``dw13``, ``dw2``) is not changed; the sum is returned, in the same memory if
+XLA can reuse it. FP8 tensors are never inputs or outputs of a differentiated function: `moe_ffn` computes the
 whole FP8 segment inside one ``custom_vjp``, with bfloat16 (or float32) inputs and outputs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
-import re
+import typing
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -44,9 +43,10 @@ from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import RECIPES, RECOMPUTE, Saved
-from fp8moe.record_trees import arrays_in
+from fp8moe.record_trees import METADATA_TYPES, arrays_in
 from fp8moe.records import (
     MoEGrads,
+    Options,
     PermutationPlan,
     Permuted,
     Quantized,
@@ -106,12 +106,16 @@ def _flatten(record: Any) -> tuple[list[Any], Any]:
 @functools.cache
 def _fields(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of a record type's static fields, and of those with arrays or nested records."""
-    declared = [(f.name, str(f.type)) for f in dataclasses.fields(kind)]
-    static = tuple(name for name, declared_type in declared if not _DYNAMIC.search(declared_type))
-    return static, tuple(name for name, _ in declared if name not in static)
+    hints = typing.get_type_hints(kind)
+    static = tuple(name for name, hint in hints.items() if _is_static(hint))
+    return static, tuple(name for name in hints if name not in static)
 
 
-_DYNAMIC = re.compile(r"\b(Any|Array|Rows|Saved|" + "|".join(k.__name__ for k in jax_calls.RECORDS) + r")\b")
+def _is_static(hint: Any) -> bool:
+    """Whether all values of a declared type are metadata."""
+    if parts := typing.get_args(hint):
+        return all(_is_static(part) for part in parts if part is not ...)
+    return hint in METADATA_TYPES or (isinstance(hint, type) and issubclass(hint, Options))
 
 
 def _unflatten(kind: type, structure: Any, children: Any) -> Any:
@@ -149,8 +153,10 @@ def traceable(function: Function) -> Function:
 
     note = "Inside ``jax.jit`` it is one operation of the program, with static shapes. It has no gradient."
     if changed:
+        names = " or ".join(f"``{name}``" for name in sorted(changed))
         note += (
-            " An array that it adds to is not modified; the sum is returned, in the same memory if possible."
+            f" A jax.Array given as {names} is never changed in place: the result is a new array, in the "
+            "same memory if XLA can reuse it. A NumPy array is, outside of a program."
         )
     call.__doc__ = docstring_of(function, "jax.Array", note)
     return call  # type: ignore[return-value]

@@ -5,7 +5,8 @@ Transformer Engine's operations do: row numbers start at 0 on every device, and 
 the rows. On one device, or inside ``shard_map``, this library's kernels run; programs that XLA partitions use
 XLA's operations instead, because a callback cannot be partitioned.
 
-Tokens and their row map must keep the same sharding: row numbers are valid on their own device only.
+Row numbers are valid on their own device only, so a row map must keep its sharding, which decides over which
+devices tokens are sharded; XLA may choose another one for the tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def dispatch(x: Any, mask: Any, probs: Any, rows: int, align: int) -> tuple[Any,
 
 def _dispatch_fwd(x, mask, probs, rows, align):  # type: ignore[no-untyped-def]
     probs_list = [] if probs is None else [probs]
-    dimensions = "tt" + "t" * len(probs_list), "rt.." + "r" * len(probs_list)
+    dimensions = "tt" + "t" * len(probs_list), "rm.." + "r" * len(probs_list)
     data, row_map, pads, counts, *moved = _partitioned(_dispatch, _dispatch_part, *dimensions, rows, align)(
         x, mask, *probs_list
     )
@@ -47,12 +48,33 @@ def _dispatch_bwd(rows, align, residuals, grads):  # type: ignore[no-untyped-def
     row_map, pads, probs = residuals
     jax_ops.refuse_codes(grads[0])
     grads_list = [] if probs is None else [grads[1]]
-    dimensions = "t.r" + "r" * len(grads_list), "t" + "t" * len(grads_list)
+    dimensions = "m.r" + "r" * len(grads_list), "t" + "t" * len(grads_list)
     dx, *dprobs = _partitioned(_gather, _gather_part, *dimensions)(row_map, pads, grads[0], *grads_list)
     return dx, None, dprobs[0].astype(probs.dtype) if dprobs else None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def probs_of_rows(row_map: Any, pads: Any, probs: Any, rows: int) -> Any:
+    """The probability of each row of a dispatch whose own rows have no gradient."""
+    return _probs_of_rows_fwd(row_map, pads, probs, rows)[0]
+
+
+def _probs_of_rows_fwd(row_map, pads, probs, rows):  # type: ignore[no-untyped-def]
+    (moved,) = _partitioned(_probs, _probs_part, "m.t", "r", rows)(row_map, pads, probs)
+    return moved, (row_map, pads, probs)
+
+
+def _probs_of_rows_bwd(rows, residuals, grad):  # type: ignore[no-untyped-def]
+    row_map, pads, probs = residuals
+    gather = _partitioned(_gather, _gather_part, "m.rr", "tt")
+    _, dprobs = gather(row_map, pads, jax_ops.no_columns(grad), grad)
+    return None, None, dprobs.astype(probs.dtype)
+
+
+probs_of_rows.defvjp(_probs_of_rows_fwd, _probs_of_rows_bwd)
 
 
 @jax.custom_vjp
@@ -63,7 +85,7 @@ def combine(data: Any, row_map: Any, probs: Any, pads: Any) -> Any:
 
 def _combine_fwd(data, row_map, probs, pads):  # type: ignore[no-untyped-def]
     probs_list = [] if probs is None else [probs]
-    (out,) = _partitioned(_combine, _combine_part, "t.r" + "t" * len(probs_list), "t")(
+    (out,) = _partitioned(_combine, _combine_part, "m.r" + "t" * len(probs_list), "t")(
         row_map, pads, data, *probs_list
     )
     return out, (row_map, pads, data if probs_list else data[:, :0], probs)
@@ -72,7 +94,7 @@ def _combine_fwd(data, row_map, probs, pads):  # type: ignore[no-untyped-def]
 def _combine_bwd(residuals, grad):  # type: ignore[no-untyped-def]
     row_map, pads, data, probs = residuals
     operands = [] if probs is None else [data, probs]
-    dimensions = "t.t" + "rt"[: len(operands)], "rt"[: max(1, len(operands))]
+    dimensions = "m.t" + "rt"[: len(operands)], "rt"[: max(1, len(operands))]
     grads = _partitioned(_scatter, _scatter_part, *dimensions, data.shape[0])(row_map, pads, grad, *operands)
     return grads[0], None, grads[1].astype(probs.dtype) if operands else None, None
 
@@ -88,6 +110,11 @@ def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
     counts = plan.padded_tokens_per_expert if align > 1 else plan.tokens_per_expert
     results = moved.data, plan.row_id_map, plan.pad_offsets, counts
     return (*results, moved.probs) if probs else results
+
+
+def _probs(rows, row_map, pads, probs):  # type: ignore[no-untyped-def]
+    plan = _plan_of(row_map, pads, rows)
+    return (jax_ops._permute_op(jax_ops.no_columns(probs), plan, probs).probs,)
 
 
 def _gather(row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
@@ -116,11 +143,6 @@ def _plan_of(row_map: Any, pads: Any, rows: int) -> PermutationPlan:
 
 
 def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
-    if rows % devices:
-        raise ValueError(
-            f"num_out_tokens: got {rows} rows, padding included, for tokens on {devices} devices; wanted a "
-            "multiple of the number of devices"
-        )
     rows //= devices
     mask = (mask != 0).astype(jnp.int32)
     local = mask.sum(axis=0, dtype=jnp.int32)
@@ -132,6 +154,11 @@ def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore
         data = jnp.where(overflow > 0, jnp.nan, data).astype(data.dtype)
     results = data, row_map, pads, counts
     return (*results, _entries_of(probs[0], token, expert)) if probs else results
+
+
+def _probs_part(axes, devices, rows, row_map, pads, probs):  # type: ignore[no-untyped-def]
+    token, expert = row_maps.row_sources(jnp, row_map, pads, rows // devices)
+    return (_entries_of(probs, token, expert),)
 
 
 def _gather_part(axes, devices, row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
@@ -232,8 +259,12 @@ def _partitioned(whole: Any, part: Any, arguments: str, results: str, *static: i
     """Returns a function that computes ``whole(*static, *arrays)``. Where XLA partitions the program, each
     device computes ``part(axes, devices, *static, *arrays)`` instead.
 
-    arguments, results: for each array the meaning of its first dimension. "t": tokens; "r": the tokens' rows,
-    sharded over the same devices; ".": replicated on every device.
+    arguments, results: for each array the meaning of its first dimension. "t": tokens; "m": tokens, of the
+    row map; "r": the tokens' rows, sharded over the same devices; ".": replicated on every device.
+
+    The sharding that XLA has chosen for the row map decides over which devices the tokens are sharded: it is
+    the same in the dispatch, which numbers the rows of a device, and wherever the numbers are used. That of
+    the other arrays may differ from one operation to the next.
     """
     traced = _partitioned_function(whole, part, arguments, results, static)
 
@@ -255,32 +286,39 @@ def _partitioned_function(
 ) -> Any:
     function = custom_partitioning(functools.partial(_flat, whole, static))
 
-    def shardings(mesh: Any, operands: Any) -> tuple[Any, list[Any], list[Any]]:
-        specs = [
-            getattr(a.sharding, "spec", ())
-            for a, kind in zip(operands, arguments, strict=True)
-            if kind == "t"
-        ]
-        axes = next((s[0] for s in specs if s and s[0] is not None), None)
-        spec_of = {"t": PartitionSpec(axes), "r": PartitionSpec(axes), ".": PartitionSpec()}
-        operand_specs, result_specs = (
-            [NamedSharding(mesh, spec_of[kind]) for kind in kinds] for kinds in (arguments, results)
+    def shardings(mesh: Any, axes: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        sharded, replicated = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((axes,), ()))
+        operands, made = (
+            tuple(replicated if kind == "." else sharded for kind in kinds) for kinds in (arguments, results)
         )
-        return axes, operand_specs, result_specs
+        return operands, made
+
+    def axes_of(array: Any) -> Any:
+        return array.sharding.spec[0] if array.sharding.spec else None
 
     def partition(mesh: Any, operands: Any, made: Any) -> Any:
-        axes, operand_specs, result_specs = shardings(mesh, operands)
+        arrays = [*zip((*operands, *made), arguments + results, strict=True)]
+        axes = next(axes_of(array) for array, kind in arrays if kind == "m")
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
         devices = math.prod(mesh.shape[n] for n in names)
-        return (
-            mesh,
-            functools.partial(part, names, devices, *static),
-            tuple(result_specs),
-            tuple(operand_specs),
-        )
+        for array, kind in arrays:
+            if kind != "." and array.shape[0] % devices:
+                name, unit = (
+                    ("num_out_tokens", "rows, padding included,") if kind == "r" else ("inp", "tokens")
+                )
+                raise ValueError(
+                    f"{name}: got {array.shape[0]} {unit} in a program that XLA partitions over {devices} "
+                    "devices; wanted a multiple of the number of devices, because XLA would append tokens of "
+                    "any value; pad the tokens"
+                )
+        operand_shardings, result_shardings = shardings(mesh, axes)
+        device_part = functools.partial(part, names, devices, *static)
+        return mesh, device_part, result_shardings, operand_shardings
 
-    def infer_sharding(mesh: Any, operands: Any, made: Any) -> Any:
-        return tuple(shardings(mesh, operands)[2])
+    def infer_sharding(mesh: Any, operands: Any, made: Any) -> Any:  # of XLA's older partitioner, GSPMD
+        axes = [axes_of(a) for a, kind in zip(operands, arguments, strict=True) if kind in "mt"]
+        axes = axes[:1] if "m" in arguments else axes
+        return shardings(mesh, next((a for a in axes if a is not None), None))[1]
 
     def rule(mesh: Any, operands: Any, made: Any) -> str:
         factors_left = (f"d{i}" for i in range(1000))
@@ -288,7 +326,10 @@ def _partitioned_function(
         def factors(kinds: str, types: Any) -> str:
             return ", ".join(
                 " ".join(
-                    (next(factors_left) if kind == "." else kind, *(next(factors_left) for _ in t.shape[1:]))
+                    (
+                        next(factors_left) if kind == "." else kind.replace("m", "t"),
+                        *(next(factors_left) for _ in t.shape[1:]),
+                    )
                 )
                 for kind, t in zip(kinds, types, strict=True)
             )

@@ -72,8 +72,8 @@ def token_dispatch(
     TypeError
         For rows of a non-differentiable dtype that are differentiated.
     ValueError
-        If num_out_tokens is not a positive int, or not a multiple of the number of devices that tokens are
-        sharded over.
+        If num_out_tokens is not a positive int, or it or T is no multiple of the number of devices that the
+        tokens are sharded over.
 
     Notes
     -----
@@ -107,7 +107,7 @@ def token_dispatch(
         x, mask, None if separate_probs else flat, rows, align
     )
     if separate_probs:
-        moved = jax_tokens.dispatch(jax_ops.no_columns(flat), mask, flat, rows, align)[1]
+        moved = jax_tokens.probs_of_rows(row_map, pads, flat, rows)
     return data, moved, row_map, None if align_size is None else pads, counts
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8moe.adapters import jax_ops
+from fp8moe.adapters import transformer_engine_jax as te
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 T, H, F, E, K = 48, 128, 128, 4, 2
@@ -82,4 +83,44 @@ with pytest.raises(
     ValueError, match=r"token_sharding: got .*; wanted the sharding of its leading dimensions only"
 ):
     layer(jnp.asarray(x), wi, wo, ids, probs, token_sharding=NamedSharding(MESH, P("data", None, "model")))
+# Transformer Engine's functions where x, the probabilities and the result have different shardings: XLA moves
+# some of them between the dispatch and the combine, and the rows' numbers must be those of one sharding
+TOKENS = 16
+mask = np.zeros((TOKENS, E), bool)
+np.put_along_axis(mask, np.argsort(RNG.random(mask.shape), axis=1)[:, :K], True, axis=1)
+x, dy = RNG.integers(-8, 9, (2, TOKENS, 8)).astype(np.float32)  # small integers, whose sums are exact
+probs = RNG.integers(1, 9, mask.shape).astype(np.float32)
+
+
+def moved(x, mask, probs):
+    rows, row_probs, row_map, pads, _ = te.token_dispatch(x, mask, TOKENS * K, probs)
+    return te.token_combine(rows * row_probs[:, None], row_map, None, pads)
+
+
+def both_directions(x, mask, probs, dy):
+    y, back = jax.vjp(lambda x, probs: moved(x, mask, probs), x, probs)
+    return y, *back(dy)
+
+
+factors = np.where(mask, probs, 0).sum(1, keepdims=True)
+wanted = x * factors, dy * factors, np.where(mask, (x * dy).sum(1, keepdims=True), 0)
+for of_x, of_probs, of_y in (
+    (P("data"), P("data"), P(("data", "model"))),
+    (P("data"), P(("data", "model")), P("data")),
+    (P(None, "model"), P(), P("data")),
+):
+    run = jax.jit(both_directions, out_shardings=NamedSharding(MESH, of_y))
+    results = run(put(x, *of_x), put(mask), put(probs, *of_probs), put(dy, *of_y))
+    for result, expected in zip(results, wanted, strict=True):
+        np.testing.assert_array_equal(result, expected)
+# XLA appends rows of any value to arrays that it cannot divide
+short = jax.jit(lambda *arrays: moved(*(a[1:] for a in arrays)))
+with pytest.raises(Exception, match="inp: got 15 tokens in a program that XLA partitions over 2 devices"):
+    short(*(put(a, "data") for a in (x, mask, probs)))
+# rows that have no gradient, whose probabilities are moved by an operation of their own
+numbers = np.arange(1, 1 + TOKENS, dtype=np.float32)[:, None]
+dispatch = jax.jit(lambda x, mask, probs: te.token_dispatch(x, mask, TOKENS * K, probs)[:2])
+spread = put(np.broadcast_to(numbers, mask.shape), "model")
+rows, row_probs = dispatch(put(numbers.astype(np.int32), "data"), put(mask), spread)
+np.testing.assert_array_equal(rows[:, 0], row_probs)
 print("right")

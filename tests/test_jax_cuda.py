@@ -1,9 +1,12 @@
 """``jax.jit`` on CUDA gives bitwise the same results as eager calls of the kernels, which test_cuda.py
 tests."""
 
+import gc
 import os
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, workspace
-from fp8moe.adapters import jax_calls
+from fp8moe.adapters import jax_calls, jax_ffi
 from fp8moe.record_trees import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -239,8 +242,7 @@ def test_program_captured_in_a_cuda_graph(put, monkeypatch):
 
 
 def test_descriptions_of_a_program_are_decoded_once(put):
-    """XLA passes a call site's string at the same address in every call; each call site has its own scratch
-    memory."""
+    """Each call site has its own description, because it has its own scratch memory."""
     w13, w2 = map(put, weights())
     ids, probs, x = put(IDS), put(PROBS), put(X)
 
@@ -257,6 +259,51 @@ def test_descriptions_of_a_program_are_decoded_once(put):
     for _ in range(5):
         jax.block_until_ready(program(x))
     assert jax_calls.places_called() == after
+
+
+def test_dropped_programs_release_their_scratch_memory(put):
+    """Also programs that were captured in a graph; those that can still run keep theirs, and stay right."""
+    w13, w2 = map(put, weights())
+    ids, probs, x = put(IDS), put(PROBS), put(X)
+
+    def program(factor):
+        def layer(x):
+            y = jax_ops.moe_ffn(x * factor, w13, w2, ids, probs, recipe="fp8_flow")
+            return jax_ops.moe_ffn(y.astype(x.dtype), w13, w2, ids, probs, recipe="fp8_flow")
+
+        return jax.jit(layer)
+
+    def called_is(wanted):
+        for _ in range(100):  # XLA's threads may hold a program a little longer than its results
+            gc.collect()
+            if jax_calls.places_called() == wanted:
+                return True
+            time.sleep(0.05)
+        return False
+
+    gc.collect()
+    before, kept = jax_calls.places_called(), program(2)
+    for _ in range(5):
+        wanted = np.asarray(kept(x))
+    with_kept = jax_calls.places_called()
+    assert with_kept > before
+    plans = []
+    for factor in (1, 3, 4):
+        dropped = program(factor)
+        for _ in range(5):
+            y = dropped(x)
+        for site in jax_ffi.live_sites():
+            if "described" in site.kept:
+                plans += [weakref.ref(plan) for plan in site.kept["described"].layout.plans.values()]
+        jax.block_until_ready(y)
+        del dropped, y, site
+        assert called_is(with_kept)
+        np.testing.assert_array_equal(np.asarray(kept(x)), wanted)
+    alive = {id(plan()) for plan in plans if plan() is not None}
+    own = [s.kept["described"].layout for s in jax_ffi.live_sites() if "described" in s.kept]
+    assert alive == {id(plan) for layout in own for plan in layout.plans.values()}
+    del kept
+    assert called_is(before)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])

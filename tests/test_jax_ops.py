@@ -1,10 +1,12 @@
 """The JAX adapter on the CPU: bitwise equal results under jit, gradients, JAX's transformations."""
 
 import functools
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +35,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
-from fp8moe.adapters import jax_calls
+from fp8moe.adapters import jax_calls, jax_ffi
 from fp8moe.record_trees import map_arrays
 
 
@@ -318,6 +320,72 @@ def test_eager_vmap_compiles_once():
         assert_same(to_numpy(jax_ops.swiglu_backward(grad[i], x[i])).dh, wanted.dh[i])
 
 
+def test_call_sites_live_as_long_as_their_program():
+    """A program that can still run keeps its call sites while others are dropped, and a dropped one none."""
+    x = jnp.ones((8, 128))
+
+    def program(factor):
+        return jax.jit(lambda x: jax_ops.dequantize(jax_ops.quantize(x * factor)))
+
+    gc.collect()
+    before, kept, compiled = jax_calls.places_called(), program(2), program(3).lower(x).compile()
+    np.testing.assert_array_equal(kept(x) + compiled(x), 5)
+    descriptions = [site.kept.get("described") for site in jax_ffi.live_sites()]
+    for i in range(4):
+        np.testing.assert_array_equal(program(2.0**i)(x), 2.0**i)
+        gc.collect()
+        assert jax_calls.places_called() == before + 4
+    assert [site.kept.get("described") for site in jax_ffi.live_sites()] == descriptions
+    np.testing.assert_array_equal(kept(x) + compiled(x), 5)
+    del kept, compiled
+    gc.collect()
+    assert jax_calls.places_called() == before
+
+
+def test_two_first_calls_of_a_call_site_at_once(monkeypatch):
+    """Both use one description, whose scratch memory a captured graph uses."""
+    site, made = jax_ffi.Site(b""), []
+
+    class Layout:
+        def run(self, *_):
+            used.append(self)
+
+    def description(call):
+        made.append(SimpleNamespace(layout=Layout()))
+        own = made[-1]
+        if len(made) == 1:
+            jax_calls._execute(call)  # as another thread does meanwhile
+        return own
+
+    used = []
+    monkeypatch.setattr(jax_calls, "_checked_description", description)
+    for _ in range(2):
+        jax_calls._execute(jax_ffi.Call(site, (), (), 0, 0))
+    assert len(made) == 2
+    assert len(used) == 3
+    assert len(set(used)) == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "results", "message"),
+    [
+        (jnp.ones((8, 128), jnp.int32), [jnp.uint8, jnp.float32], r"arrays int32\[8, 128\]; wanted float32"),
+        (jnp.ones((8, 256)), [jnp.uint8, jnp.float32], r"arrays float32\[8, 256\]; wanted float32\[8, 128\]"),
+        (
+            jnp.ones((8, 128)),
+            [jnp.float8_e4m3fn, jnp.float32],
+            r"results float8_e4m3fn\[8, 128\], float32\[8, 1\]; wanted uint8\[8, 128\], float32\[8, 1\]",
+        ),
+    ],
+)
+def test_buffers_other_than_described_raise(x, results, message):
+    call = jax.make_jaxpr(jax_ops.quantize)(jnp.ones((8, 128))).eqns[0]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, d) for v, d in zip(call.outvars, results, strict=True)]
+    run = jax.ffi.ffi_call("fp8moe_call_in_graph", shapes)
+    with pytest.raises(Exception, match=f"program: got {message}.*; trace the program again"):
+        jax.block_until_ready(run(x, call=call.params["text"]))
+
+
 def test_without_jit():
     """`jax.disable_jit` also reaches operations that are called eagerly."""
     x = jnp.asarray(RNG.standard_normal((3, 2, 8)), jnp.float32)
@@ -339,6 +407,31 @@ def test_records_have_one_structure_for_all_values():
 def test_types_in_place_of_names(dtype):
     with pytest.raises(TypeError, match=r"dtype: got .*; wanted the name of the type, such as"):
         jax.jit(lambda q: jax_ops.dequantize(q, dtype=dtype))(to_jax(fp8moe.quantize(X)))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.float4_e2m1fn, jnp.complex64])
+def test_dtypes_of_other_widths_in_a_program(dtype, platform):
+    """XLA packs two elements of 4 bits into a byte; kernels would move a byte of each."""
+    permute = jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)).data)
+    name = np.dtype(dtype).name
+    with pytest.raises(TypeError, match=f"permute: dtype {name} is not supported; wanted one of bool, int8"):
+        permute.trace(jnp.ones((T, H), dtype)).lower(lowering_platforms=(platform,))
+
+
+def test_random_keys_in_a_program():
+    keys = jax.random.split(jax.random.key(0), (T, 2))
+    with pytest.raises(TypeError, match="permute: dtype key<fry> is not supported; wanted one of bool"):
+        jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)).data)(keys)
+
+
+def test_results_of_64_bits_in_a_program():
+    a, offsets = jnp.ones((T, H)), jnp.asarray(OFFSETS)
+    wgrad = jax.jit(lambda a: jax_ops.grouped_gemm_wgrad(a, a, offsets, dtype="float64"))
+    with pytest.raises(TypeError, match="dtype: got float64, which JAX would truncate"):
+        wgrad(a)
+    with jax.enable_x64(True):
+        assert wgrad(a).dtype == np.float64
 
 
 def test_calls_in_a_program_are_not_counted():

@@ -52,11 +52,7 @@ class Jax(Framework):
         return self if isinstance(x, np.ndarray) else _jax_on(*x.devices(), x.committed)
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
-        if spec.dtype.itemsize == 8 and not sys.modules["jax"].config.jax_enable_x64:
-            raise TypeError(
-                f"dtype: got {spec.dtype.name}, which JAX would truncate to 32 bits; wanted a dtype of at "
-                'most 32 bits, or jax.config.update("jax_enable_x64", True)'
-            )
+        check_result(spec)
         return super().empty(spec, device)
 
     def wrap(self, raw: RawArray) -> Any:
@@ -70,6 +66,14 @@ class Jax(Framework):
 
     def is_read_only(self, x: Any) -> bool:
         return True
+
+
+def check_result(spec: ArraySpec) -> None:
+    if spec.dtype.itemsize == 8 and not sys.modules["jax"].config.jax_enable_x64:
+        raise TypeError(
+            f"dtype: got {spec.dtype.name}, which JAX would truncate to 32 bits; wanted a dtype of at most "
+            '32 bits, or jax.config.update("jax_enable_x64", True)'
+        )
 
 
 @cache
