@@ -329,29 +329,21 @@ def test_transpose_of_scales_at_any_address(monkeypatch, skip, layout):
 
 
 @pytest.mark.parametrize("width", [128, 32])
-@pytest.mark.parametrize("odd", ["rowwise.data", "columnwise.data", "columnwise.scales"])
+@pytest.mark.parametrize("odd", ["rowwise.data", "rowwise.scales", "columnwise.data", "columnwise.scales"])
 def test_quantize_to_memory_at_any_address(monkeypatch, width, odd):
-    """The fast kernel writes four codes, and zeroes four MXFP8 scales, at once, which must not be
-    misaligned."""
-    from fp8moe.kernels_cuda import launch
-
+    """The fast kernel writes four codes, and zeroes four MXFP8 scales, at once."""
     x = values(RNG, (40, 128), BF16)
     options = {"block": (1, width), "columnwise": True}
     wanted = fp8moe.quantize(x, **options)
 
     def memory(name, a):
-        skip = name == odd and a.dtype == np.uint8
-        return np.empty(a.size + skip, a.dtype)[int(skip) :].reshape(a.shape)
+        skip = int(name == odd and a.dtype == np.uint8)  # float32 is always aligned
+        return np.empty(a.size + skip, a.dtype)[skip:].reshape(a.shape)
 
     cuda_on_cpu.install(monkeypatch)
-    launched, load = set(), launch.load_kernel
-    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.add(a[1]) or load(*a))
     out = cuda_on_cpu.upload(map_arrays(memory, wanted))
     assert fp8moe.quantize(cuda_on_cpu.upload(x), **options, out=out) is out
     assert_same(wanted, cuda_on_cpu.download(out))
-    # codes of columns are stored byte by byte where they have to be; float32 scales are aligned
-    slow = {("rowwise.data", width): {"quantize_blocks"}, ("columnwise.scales", 32): {"quantize_columns"}}
-    assert launched & {"quantize_blocks", "quantize_columns"} == slow.get((odd, width), set())
 
 
 @pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])
