@@ -135,8 +135,12 @@ def grouped_gemm(
     Notes
     -----
     FP8: tensor-core partial sums are promoted to float32 accumulators every 128 elements of the contraction
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). With ``backend=None`` on compute capability 9.0, a product
-    of more than 1 GFLOP that "wgmma" does not support emits a RuntimeWarning with the reason.
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). "wgmma" and "mma" multiply the two operands' scales before
+    they multiply a partial sum by them: where that product is below 2^-126, precision is lost, and where it
+    exceeds float32's range, sums of zero are NaN.
+
+    With ``backend=None`` on compute capability 9.0, a product of more than 1 GFLOP that "wgmma" does not
+    support emits a RuntimeWarning with the reason.
 
     Examples
     --------

@@ -32,7 +32,7 @@ def quantize(
         _quantize_weights(x, round_up, eps, rowwise, columnwise)
         return
     shared = tile_bytes(x.dtype.itemsize, experts_of(expert_offsets))
-    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared, expert_offsets):
+    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out, shared, expert_offsets):
         _quantize_tiles(x, round_up, eps, out.rowwise, out.columnwise, expert_offsets)
         return
     if isinstance(out, Quantized):
@@ -49,7 +49,7 @@ def quantize(
     *lead, rows, columns = x.shape
     rule = (FORMATS[out.fmt], round_up, is_mx(out.block), float(eps))
     if is_columnwise(out.block):
-        if tiles_are_whole(x, columns, None, shared, expert_offsets):
+        if tiles_are_whole(x, columns, out, shared, expert_offsets):
             _quantize_tiles(x, round_up, eps, None, out, expert_offsets)
             return
         if out.layout == BLOCKED_128X4:
@@ -265,11 +265,14 @@ def _quantize_tiles(
     )
 
 
-def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: int, offsets: Any) -> bool:
-    """Whether the tile kernels support this: columns a multiple of 128, 16-byte aligned, enough shared
-    memory, and strip numbers that fit 32 bits even if every expert had all rows."""
+def tiles_are_whole(x: Any, columns: int, out: QuantTensor | Quantized, shared: int, offsets: Any) -> bool:
+    """Whether the tile kernels support this: columns a multiple of 128, x 16-byte aligned, and in ``out``,
+    whose memory may be the caller's, the row-wise codes and the scales of columns, which are written as
+    words; enough shared memory, and strip numbers that fit 32 bits even if every expert had all rows."""
+    rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (None, out)
     blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout != "gemm_ready")
-    whole = x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
+    whole = x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0 and columnwise.scales.ptr % 4 == 0
+    whole &= rowwise is None or rowwise.data.ptr % 4 == 0
     ranges = 1 if offsets is None else offsets.shape[0] + 1
     return blocks and whole and fits_in_shared(shared) and ranges * threads(x.shape[0], 32) < 2**31
 

@@ -87,7 +87,7 @@ def swiglu_quantize(
         return
     value_bytes = 2 * h.dtype.itemsize  # a and b
     shared = tile_bytes(value_bytes, experts_of(expert_offsets))
-    if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared, expert_offsets):
+    if isinstance(out, Quantized) and tiles_are_whole(h, width, out, shared, expert_offsets):
         configuration, taken = tile_launch(out.columnwise, width, value_bytes, expert_offsets)
         launch(
             "swiglu",

@@ -5,7 +5,7 @@ import types
 import warnings
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8moe.fsdp import POLICIES, plan_buckets
@@ -62,6 +62,9 @@ def test_min_policy_is_optimal_and_buckets_are_divisible(params, ranks):
 
 
 @given(st.lists(shapes.filter(len), min_size=1, max_size=6), st.integers(1, 64))
+@example([(3, 5), (12, 2)], 1)  # chunks of 10; of 24 elements, 4 fill the last chunk of 15
+@example([(3, 5), (12, 2), (2, 1), (1, 1)], 1)  # of the two small ones, one fits behind the 4
+@example([(3, 7), (4,)], 1)  # a small one fills the last chunk
 def test_merge_is_megatron_fsdps_own_layout(shapes, ranks):
     """The size of the bucket that the installed package builds with the given chunk-size factor."""
     torch = pytest.importorskip("torch")

@@ -48,7 +48,7 @@ from cases import (
 import fp8moe
 from fp8moe import Activation, dispatch, expert_parallel, row_maps, selftest
 from fp8moe.launch_plan import LaunchPlan
-from fp8moe.record_trees import arrays_in
+from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.router import add_product
 
 pytest.importorskip("cupy")
@@ -326,6 +326,24 @@ def test_transpose_of_scales_at_any_address(monkeypatch, skip, layout):
         assert same_bits(expected.scales, cuda_on_cpu.download(actual).scales)
     used = [name for name in launched if name.startswith("scaling_aware_transpose")]
     assert used == 2 * ["scaling_aware_transpose" + ("_plain" if skip == 1 else "")]
+
+
+@pytest.mark.parametrize("width", [128, 32])
+@pytest.mark.parametrize("odd", ["rowwise.data", "rowwise.scales", "columnwise.data", "columnwise.scales"])
+def test_quantize_to_memory_at_any_address(monkeypatch, width, odd):
+    """The fast kernel writes four codes, and zeroes four MXFP8 scales, at once."""
+    x = values(RNG, (40, 128), BF16)
+    options = {"block": (1, width), "columnwise": True}
+    wanted = fp8moe.quantize(x, **options)
+
+    def memory(name, a):
+        skip = int(name == odd and a.dtype == np.uint8)  # float32 is always aligned
+        return np.empty(a.size + skip, a.dtype)[skip:].reshape(a.shape)
+
+    cuda_on_cpu.install(monkeypatch)
+    out = cuda_on_cpu.upload(map_arrays(memory, wanted))
+    assert fp8moe.quantize(cuda_on_cpu.upload(x), **options, out=out) is out
+    assert_same(wanted, cuda_on_cpu.download(out))
 
 
 @pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])

@@ -81,6 +81,9 @@ def test_mask_with_topk_drops_and_counts_the_excess():
     assert plan.row_id_map.tolist() == [[1, 0, 1, 0, 2], [2, -1, 2, -1, 1], [-1, -1, -1, -1, 0]]
     assert plan.overflow.tolist() == [1]
     assert plan.num_out_tokens == 6
+    plan = fp8moe.plan_routing_map(mask, topk=2, num_out_tokens=2)
+    assert plan.row_id_map.tolist() == [[1, 0, 1, 0, 2], [-1, -1, -1, -1, 0], [-1, -1, -1, -1, 0]]
+    assert plan.overflow.tolist() == [2]  # one of topk, one of the rows
 
 
 def test_the_worked_example():

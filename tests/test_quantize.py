@@ -91,6 +91,17 @@ def test_compiled_form_equals_the_plain_one(rows, cols, fmt, block, round_up, se
     assert same_bits(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("width", [128, 32])
+def test_scales_of_no_rows_are_zeros(width):
+    """With experts there may be more rows of scales than blocks."""
+    x, offsets = np.ones((5, 3), np.float32), np.array([0, 2, 2, 4], np.int32)
+    scales = poisoned((6, 3), np.float32 if width == 128 else np.uint8)
+    out = fp8moe.QuantTensor(poisoned((3, 5), np.uint8), scales, block=(width, 1))
+    reference.quantize(x, round_up=True, eps=0.0, out=out, expert_offsets=offsets)
+    assert scales[:2].all()
+    assert not scales[2:].any()
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_bfloat16_value_is_encoded_as_ml_dtypes_does(fmt):
     """All 65,536 bit patterns at scale 1, each in a block with a value that makes the scale 1."""

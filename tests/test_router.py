@@ -124,6 +124,10 @@ def test_ties_select_the_lower_expert_and_nan_is_selected_last():
     assert actual.topk_ids[2, 1:].tolist() == [0, 1, 2]
     assert np.isnan(actual.topk_probs[2]).all()
     assert not np.isnan(actual.topk_probs[:2]).any()
+    # a NaN of a selected group comes before the numbers of the others
+    groups = RouterConfig(3, "sigmoid", num_groups=2)
+    logits = np.array([[1, np.nan, 2, 0, 0, 0], [9, 9, np.nan, 9, 9, 8]], np.float32)
+    assert fp8moe.route(logits, groups).topk_ids.tolist() == [[2, 0, 1], [0, 1, 2]]
 
 
 def test_saturated_scores_are_ordered_by_their_logits():

@@ -1,4 +1,4 @@
-"""The schedules of `cuda_on_cpu`: barrier and copy bugs that they must detect."""
+"""`cuda_on_cpu`: barrier, copy and alignment bugs that it must detect."""
 
 import collections
 import ctypes
@@ -68,6 +68,11 @@ BROKEN = {
     "written_past_the_end": (
         "something was written 8 bytes past the end of dynamic shared memory",
         "\n  if (t == 0) ((u64*)memory)[1025] = 1;",
+    ),
+    "misaligned": ("misaligned address", "\n  ((uint2*)(out + 4))[t % 4] = make_uint2(0, 0);"),
+    "misaligned_copy": (
+        "an address that is no multiple of the size",
+        "\n  copy_async8(memory + 8 * t, in + 4, true), copy_async_commit(), copy_async_wait<0>();",
     ),
     "copies_at_the_end": (
         "a thread ends before its copies to shared memory have been waited for",

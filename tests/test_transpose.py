@@ -136,6 +136,18 @@ def test_zeros_nan_and_rows_of_scale_zero():
     assert tile.scales.tolist() == [[1.0, 1.0]]  # not 2^30, because that row is all zero
 
 
+@pytest.mark.parametrize("target", ["column", "tile"])
+def test_mxfp8_scales_of_nan(target):
+    """A row of scale NaN is NaN, and gives its columns the scale 1 of a block with NaN."""
+    codes = np.array([[0x38] * 64, [0x40] * 64], np.uint8)
+    q = QuantTensor(codes, np.array([[130, 100], [255, 127]], np.uint8), block=(1, 32))
+    got = fp8moe.scaling_aware_transpose(q, target=target)
+    assert (got.scales[0, :32] == 127).all()
+    assert (got.data[:32] == [0x50, 0x7F]).all()  # 1.0 * 2^3
+    # 2.0 is 256 * 2^-7; the largest row's scale is 2^0
+    assert (got.scales[0, 32:] == (120 if target == "column" else 127)).all()
+
+
 @pytest.mark.parametrize("bad", [3.0, 1.5, -1.0, np.inf, np.nan])
 def test_scales_that_are_not_powers_of_two_raise(bad):
     scales = np.ones((2, 1), np.float32)

@@ -1,9 +1,9 @@
 """The CUDA backend on a CPU: the unmodified launchers and kernels, compiled by g++ with `cuda.h`.
 
 The threads of a block, or of a cluster of blocks, run one at a time, so test cases must be small. A seed
-determines the order of threads and the time of asynchronous copies (`schedule.h`). A launch that deadlocks or
-violates the rules of a barrier raises `LaunchFailure`, which contains the seed. The harness does not
-reproduce the hardware's rounding or speed.
+determines the order of threads and the time of asynchronous copies (`schedule.h`). A launch that deadlocks,
+violates the rules of a barrier or accesses a misaligned address raises `LaunchFailure`, which contains the
+seed. The harness does not reproduce the hardware's rounding or speed.
 """
 
 import atexit
@@ -34,6 +34,7 @@ available = shutil.which("g++") is not None
 
 
 OPTIONS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-fPIC", "-pthread"]
+OPTIONS.append("-fsanitize=alignment")  # schedule.h has what it calls
 # otherwise the shared memory of variants, in templates, would be one object
 OPTIONS.append("-fno-gnu-unique")
 
@@ -89,13 +90,15 @@ def library(source, defines):
     ]
     (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
     command = ["g++", *OPTIONS, *macros, "-I", precompiled(), "-include", "schedule.h"]
-    subprocess.run([*command, "-shared", "all.cpp", "-o", "all.so"], cwd=folder, check=True)
+    subprocess.run([*command, "-c", "all.cpp", "-o", "all.o"], cwd=folder, check=True)
+    # without the option above, for which the linker would want GCC's library
+    subprocess.run(["g++", "-shared", "-pthread", "all.o", "-o", "all.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))
 
 
 class LaunchFailure(AssertionError):
-    """A launch that deadlocks or violates the rules of a barrier; the message names the thread and the
-    line."""
+    """A launch that deadlocks, violates the rules of a barrier or accesses a misaligned address; the message
+    names the thread and the line."""
 
 
 seeds = random.Random(SEED)  # seeds of the launches' schedules; conftest.py resets it for every test

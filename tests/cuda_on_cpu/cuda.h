@@ -118,7 +118,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
 struct alignas(8) float2 {

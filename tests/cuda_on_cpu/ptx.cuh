@@ -78,6 +78,8 @@ inline u32 larger_u16s(u32 a, u32 b) {
 inline u32 to_bf16x2(float a, float b) { return float_to_bf16(a) | (u32)float_to_bf16(b) << 16; }
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async(const Copy& copy) {
+  if (((size_t)copy.to | (copy.has_source ? (size_t)copy.from : 0)) % copy.bytes)
+    give_up_at("copies from or to an address that is no multiple of the size", Line::current());
   poison_destination(copy.to, copy.bytes);
   run_or_defer(this_thread().copies.back(), copy);
 }

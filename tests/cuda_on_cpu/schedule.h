@@ -107,6 +107,17 @@ inline void give_up_at(const std::string& why, const Line& line) {
   give_up(runnable + text_of(line) + ": " + why);
 }
 
+// What code that is compiled with -fsanitize=alignment calls for a misaligned access, which fails on a GPU.
+struct Misaligned {  // as in GCC's ubsan_type_mismatch_data
+  const char* file;
+  unsigned line, column;
+};
+extern "C" __attribute__((used)) void __ubsan_handle_type_mismatch_v1(const Misaligned* at,
+                                                                      uintptr_t address) {
+  give_up(text_of("block (%u, %u), thread %u at %s:%u: misaligned address %p", blockIdx.x, blockIdx.y,
+                  threadIdx.x, at->file, at->line, (void*)address));
+}
+
 // The order of runnable threads. For every other cluster of blocks it is random in every step; for the others
 // it follows ranks, which threads of a warp share, so that some warps lag as far behind as barriers allow.
 // The running warp loses its rank from time to time (S. Burckhardt et al.: A randomized scheduler with
