@@ -170,7 +170,9 @@ class Described:
                 f"program: got a call of {function}; wanted a registered function; import the adapter that "
                 "defines it, or trace the program in this process"
             )
-        self._function, self._description = _functions[function], description
+        # not a method: the layout would refer to this object, and both, with the layout's scratch memory, would
+        # outlive their program until garbage is collected
+        self.run = functools.partial(_call_function, _functions[function], description)
         self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in description["arrays"]]
         self.layout = Layout(self.run, self.specs, set(description["in_place"]))
         arguments = [description["args"], description["options"]]
@@ -179,9 +181,10 @@ class Described:
         only_launches = self.layout.only_launches and not synchronises
         self.target = TARGETS[only_launches and GRAPHS]
 
-    def run(self, arrays: Sequence[Any]) -> Any:
-        args, options = (_decode(self._description[name], arrays) for name in ("args", "options"))
-        return self._function(*args, **options)
+
+def _call_function(function: Callable[..., Any], description: dict[str, Any], arrays: Sequence[Any]) -> Any:
+    args, options = (_decode(description[name], arrays) for name in ("args", "options"))
+    return function(*args, **options)
 
 
 # ---------------------------------------------------------------- the primitive

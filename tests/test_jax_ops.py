@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -337,9 +338,15 @@ def test_call_sites_live_as_long_as_their_program():
         assert jax_calls.places_called() == before + 4
     assert [site.kept.get("described") for site in jax_ffi.live_sites()] == descriptions
     np.testing.assert_array_equal(kept(x) + compiled(x), 5)
-    del kept, compiled
+    layouts = [weakref.ref(d.layout) for d in descriptions if d is not None]
+    del kept, compiled, descriptions
     gc.collect()
-    assert jax_calls.places_called() == before
+    gc.disable()  # scratch memory of dropped programs must not wait for garbage collection
+    try:
+        assert jax_calls.places_called() == before
+        assert sum(layout() is not None for layout in layouts) == before
+    finally:
+        gc.enable()
 
 
 def test_two_first_calls_of_a_call_site_at_once(monkeypatch):
