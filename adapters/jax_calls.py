@@ -170,8 +170,8 @@ class Described:
                 f"program: got a call of {function}; wanted a registered function; import the adapter that "
                 "defines it, or trace the program in this process"
             )
-        # not a method: the layout would refer to this object, and both, with the layout's scratch memory, would
-        # outlive their program until garbage is collected
+        # not a method: the layout would refer to this object, and with the layout its scratch memory would
+        # outlive the program until garbage is collected
         self.run = functools.partial(_call_function, _functions[function], description)
         self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in description["arrays"]]
         self.layout = Layout(self.run, self.specs, set(description["in_place"]))
