@@ -45,7 +45,8 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* en
 // Design: ordinary loads: with loads that are not kept in L1 7168 columns take 130.3 us instead of 124.7, and
 //   2048 columns 31.6 instead of 30.3. A token's blocks are consecutive, so that a row is read at about the
 //   same time: 124.7 to 123.0 us. unpermute_bf16_and_probs is a separate kernel with grad_probs, so that
-//   unpermute's loop keeps its register count.
+//   unpermute's loop keeps its register count. Nine blocks per multiprocessor are 56 registers per thread, as
+//   before that order; without the bound NVRTC 13.5 takes 72, or spills.
 template <bool PROBS>
 __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map, const int* slots,
                                           const int* pad_offsets, const void* probs, i64 probs_kind,
@@ -108,7 +109,7 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 9)
     unpermute_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                    const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                    i64 vectors, i64 shares, uint4* out) {
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(128)
                    vectors, shares, out, 0, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(128, 9)
     unpermute_bf16_and_probs(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                              const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts,
                              i64 rows, i64 vectors, i64 shares, uint4* out, const u8* grad_probs,
