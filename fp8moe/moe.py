@@ -743,8 +743,7 @@ def moe_backward(
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if comm is None or saved.route is None:
         return experts_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
-    here = _of_this_rank(saved)
-    _check_backward_before_sending(here, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
+    _check_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     if saved.later:
         _check_sums(dtype, gradients, dw13, dw2)
     total = MoEGrads(None, None, dw13, dw2)
@@ -1028,20 +1027,6 @@ def _check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) ->
 
 
 @operation
-def _check_backward_before_sending(
-    saved: Saved,
-    dy: Any,
-    dw13: Any,
-    dw2: Any,
-    dtype: str,
-    gradients: Collection[str],
-    ffn: int | None,
-    tokens: int,
-) -> None:
-    """`_check_backward` as an operation, so that it runs once per set of shapes."""
-    _check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, tokens)
-
-
 def _check_backward(
     saved: Saved,
     dy: Any,
@@ -1052,7 +1037,8 @@ def _check_backward(
     ffn: int | None,
     tokens: int,
 ) -> None:
-    """Check all arguments of `moe_backward`, before anything is added to dw13 or dw2. tokens: rows of dy."""
+    """Check all arguments of `moe_backward`, before anything is sent, or added to dw13 or dw2. An operation,
+    so that it runs once per set of shapes. tokens: rows of dy."""
     _check_dy(saved, dy, gradients, tokens)
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     quantized = saved.recipe != "bf16"
