@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -284,10 +283,7 @@ def _scalars_of(config: RouterConfig) -> tuple[Any, ...]:
 def _config_of(scalars: tuple[Any, ...]) -> RouterConfig:
     """The inverse of `_scalars_of`, for values that may be symbolic in a compiler."""
     topk, function, groups, of_groups, renormalize, factor = scalars
-    return _config(int(topk), function, int(groups), int(of_groups), renormalize, float(factor))
-
-
-_config = lru_cache(maxsize=64)(RouterConfig)  # checking its values takes a forward and its backward 50 us
+    return RouterConfig(int(topk), function, int(groups), int(of_groups), renormalize, float(factor))
 
 
 @operator("route")

@@ -25,7 +25,7 @@ from fp8moe.call import load_backend
 from fp8moe.expert_parallel import Counts, Pending
 from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.interop import BackendUnavailable, load_module, require_cupy
-from fp8moe.record_trees import map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import QuantTensor
 from fp8moe.router import add_product
 
@@ -897,11 +897,8 @@ class CudaCheck:
             self._compare_values(got, wanted, bound, of_one)
 
     def _compare_values(self, got: Any, wanted: Any, bound: float, of_one: float | None) -> None:
-        wanted_arrays: list[np.ndarray] = []
-        map_arrays(lambda a: wanted_arrays.append(a), wanted)
-        got_arrays: list[np.ndarray] = []
-        map_arrays(lambda a: got_arrays.append(self.cupy.asnumpy(a)), got)
-        for n, (a, b) in enumerate(zip(got_arrays, wanted_arrays, strict=True)):
+        got_arrays = map(self.cupy.asnumpy, arrays_in(got))
+        for n, (a, b) in enumerate(zip(got_arrays, arrays_in(wanted), strict=True)):
             if bound == 0:
                 _equal(a, b, f"array {n}")
             else:
