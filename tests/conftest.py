@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 
@@ -19,8 +20,15 @@ settings.load_profile("fp8moe")
 # set before `cases` reads it, and inherited by pytest's worker processes
 os.environ.setdefault("FP8MOE_TEST_SEED", str(secrets.randbits(32)))
 
-# Inductor caches compiled code by operator name; results of an earlier version could have other shapes
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="fp8moe-inductor-"))
+# Compiled code that pytest's worker processes share. Inductor's is of this run only: it caches by operator
+# name, and results of an earlier version could have other shapes.
+CACHES = tempfile.mkdtemp(prefix="fp8moe-tests-")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(CACHES, "inductor"))
+os.environ.setdefault("FP8MOE_TEST_CACHE_DIR", os.path.join(CACHES, "kernels"))
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(CACHES, ignore_errors=True)  # empty in a worker process
 
 
 def pytest_report_header():

@@ -6,16 +6,16 @@ violates the rules of a barrier or accesses a misaligned address raises `LaunchF
 seed. The harness does not reproduce the hardware's rounding or speed.
 """
 
-import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
 import random
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from fp8moe.records import DeviceArray
 HERE = Path(__file__).parent
 SIGNATURE = re.compile(r'extern "C" __global__ void((?:\s+__\w+__\([^{]*?\))*)\s+(\w+)\(([^{]*?)\) \{')
 available = shutil.which("g++") is not None
-
+COMPILER = subprocess.run(["g++", "--version"], capture_output=True).stdout if available else b""
 
 OPTIONS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-fPIC", "-pthread"]
 # otherwise the shared memory of variants, in templates, would be one object
@@ -45,9 +45,17 @@ def options_of(source):
     return OPTIONS if "wgmma" in source else [*OPTIONS, CHECKED]
 
 
-def folder_until_exit():
-    folder = Path(tempfile.mkdtemp(prefix="fp8moe-cuda-on-cpu-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+def folder_of(text, options, make):
+    """The folder that make(folder) fills, once for all processes of a test run; a text and g++'s options
+    identify it. Set FP8MOE_TEST_CACHE_DIR to keep it for later runs."""
+    key = hashlib.sha256(repr((text, options, COMPILER)).encode()).hexdigest()[:32]
+    folder = Path(os.environ["FP8MOE_TEST_CACHE_DIR"]) / key
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+        if not (folder / "made").exists():
+            make(folder)
+            (folder / "made").touch()
     return folder
 
 
@@ -55,53 +63,48 @@ def folder_until_exit():
 def precompiled(*options):
     """A folder with `schedule.h`, which takes half of a source's compile time, precompiled with g++'s
     options."""
-    folder = folder_until_exit()
-    shutil.copy(HERE / "schedule.h", folder)
-    subprocess.run(["g++", *options, "-x", "c++-header", "schedule.h"], cwd=folder, check=True)
-    return folder
+
+    def make(folder):
+        shutil.copy(HERE / "schedule.h", folder)
+        subprocess.run(["g++", *options, "-x", "c++-header", "schedule.h"], cwd=folder, check=True)
+
+    return folder_of((HERE / "schedule.h").read_text(), options, make)
 
 
 @functools.cache
 def library(source, defines):
     """One compiled source, with a C function ``run_NAME`` for each of its kernels."""
-    folder = folder_until_exit()
-    for path in [*compiler.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "cuda.h"]:
-        (folder / path.name).write_text(path.read_text())
-    text = (folder / f"{source}.cu").read_text()
-    macros = [f"-D{d}" for d in defines]
-    compiled = subprocess.run(
-        [
-            "g++",
-            "-std=c++20",
-            "-E",
-            "-P",
-            "-DONLY_NAMES",
-            *macros,
-            "-include",
-            "cuda.h",
-            "-x",
-            "c++",
-            f"{source}.cu",
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    ).stdout
-    runs = [
-        f'extern "C" const char* run_{name}(unsigned seed, unsigned gx, unsigned gy, unsigned threads,'
-        f" unsigned shared, {parameters}) {{\n"
-        f"  return run_grid(seed, {'CLUSTER' if 'cluster_dims' in attributes else 1}, gx, gy, threads,"
-        f" shared, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
-        for attributes, name, parameters in SIGNATURE.findall(text)
-        if f" {name}(" in compiled  # definitions exclude some kernels
-    ]
-    (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
     options = options_of(source)
-    command = ["g++", *options, *macros, "-I", precompiled(*options), "-include", "schedule.h"]
-    subprocess.run([*command, "-c", "all.cpp", "-o", "all.o"], cwd=folder, check=True)
-    # without the option above, for which the linker would want GCC's library
-    subprocess.run(["g++", "-shared", "-pthread", "all.o", "-o", "all.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "all.so"))
+    macros = [f"-D{d}" for d in defines]
+    files = [*compiler.SOURCES.glob("*.cuh"), compiler.SOURCES / f"{source}.cu", *HERE.glob("*.cuh")]
+    texts = {path.name: path.read_text() for path in [*files, HERE / "cuda.h"]}
+
+    def make(folder):
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+        preprocess = ["g++", "-std=c++20", "-E", "-P", "-DONLY_NAMES", *macros]
+        compiled = subprocess.run(
+            [*preprocess, "-include", "cuda.h", "-x", "c++", f"{source}.cu"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        ).stdout
+        runs = [
+            f'extern "C" const char* run_{name}(unsigned seed, unsigned gx, unsigned gy, unsigned threads,'
+            f" unsigned shared, {parameters}) {{\n"
+            f"  return run_grid(seed, {'CLUSTER' if 'cluster_dims' in attributes else 1}, gx, gy, threads,"
+            f" shared, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
+            for attributes, name, parameters in SIGNATURE.findall(texts[f"{source}.cu"])
+            if f" {name}(" in compiled  # definitions exclude some kernels
+        ]
+        (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
+        command = ["g++", *options, *macros, "-I", precompiled(*options), "-include", "schedule.h"]
+        subprocess.run([*command, "-c", "all.cpp", "-o", "all.o"], cwd=folder, check=True)
+        # without the option above, for which the linker would want GCC's library
+        subprocess.run(["g++", "-shared", "-pthread", "all.o", "-o", "all.so"], cwd=folder, check=True)
+
+    text = sorted(texts.items()), source, (HERE / "schedule.h").read_text()
+    return ctypes.CDLL(str(folder_of(text, (*options, *macros), make) / "all.so"))
 
 
 class LaunchFailure(AssertionError):
