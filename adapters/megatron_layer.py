@@ -79,6 +79,11 @@ REFUSED_BY_LAYER = {
 }
 
 
+def refused_with(recipe: str) -> dict[str, tuple[Any, ...]]:
+    """Fields that experts with a recipe would ignore, and the values that need nothing of them."""
+    return REFUSED if recipe == "bf16" else REFUSED | REFUSED_IN_FP8
+
+
 def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, ...]]) -> None:
     """Raises NotImplementedError for fields of a config that would otherwise be ignored."""
     for name, accepted in refused.items():
@@ -188,7 +193,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         checks.choice("recipe", recipe, RECIPES)
         self.backend, self.num_sms = checks.choice("backend", backend, BACKENDS), check_limit(num_sms)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        check_config(config, groups, REFUSED if recipe == "bf16" else REFUSED | REFUSED_IN_FP8)
+        check_config(config, groups, refused_with(recipe))
         if recipe != "bf16" and config.first_last_layers_bf16:
             raise NotImplementedError(
                 "first_last_layers_bf16: got True for experts that do not know their layer's number; wanted "
@@ -512,8 +517,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         checks.choice("recipe", recipe, RECIPES)
         checks.choice("backend", backend, BACKENDS)
-        refused = REFUSED | REFUSED_BY_LAYER
-        check_config(config, groups, refused if recipe == "bf16" else refused | REFUSED_IN_FP8)
+        check_config(config, groups, refused_with(recipe) | REFUSED_BY_LAYER)
         num_sms = check_limit(num_sms)
         activation_of(config)
         # `_set_recipe` sets the recipe, which depends on the layer's number

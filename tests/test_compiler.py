@@ -206,15 +206,15 @@ def test_static_shared_memory_is_within_the_launchers_estimate():
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_the_oldest_compiler_compiles_every_source(architecture, monkeypatch):
-    """In its first and last variant. NVRTC accepts more from version to version: 13.5 took a generic lambda
-    that 13.0 and 12.9 refuse."""
+    """In its first variant, and for sm_90a also in its last. NVRTC accepts more from version to version: 13.5
+    took a generic lambda that 13.0 and 12.9 refuse."""
     pytest.importorskip("cupy")
     nvrtc = OldNvrtc()
     assert nvrtc.getVersion() == compiler.OLDEST_NVRTC
     monkeypatch.setattr(compiler, "_nvrtc", lambda: nvrtc)
     for path in compiler.sources(architecture):
         variants = compiler.variants(path)
-        for defines in sorted({variants[0], variants[-1]}):
+        for defines in sorted({variants[0], variants[-1 if architecture == "sm_90a" else 0]}):
             code, log = compiler.compile_source(path, architecture, defines)
             assert code.startswith(b"\x7fELF")
             kernels = compiler.usage(log)
@@ -295,9 +295,10 @@ def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
         compiler.compile_source(bad, "sm_90a")
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_plans_kernels_compile(architecture, monkeypatch):
+def test_the_plans_kernels_compile(monkeypatch):
+    """For the lowest architecture; those for sm_90a run in the GPU tests."""
     pytest.importorskip("cupy")
+    architecture = "sm_80"
     numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
     for kernel, kinds in launched_by_plans(monkeypatch):
         code = numba_cuda.cubin(kernel, kinds, architecture)
