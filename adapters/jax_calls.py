@@ -34,7 +34,7 @@ from fp8moe.call import as_codes
 from fp8moe.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
 from fp8moe.interop.base import dtype_named
 from fp8moe.interop.jax import check_result
-from fp8moe.moe import Saved
+from fp8moe.recipes import Saved
 from fp8moe.record_trees import arrays_in, field_names, map_arrays
 from fp8moe.records import (
     ArraySpec,

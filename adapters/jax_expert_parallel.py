@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8moe import checks, moe
+from fp8moe import checks, moe, recipes
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls, jax_ops
 from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
@@ -112,8 +112,8 @@ def moe_ffn(
     >>> jax.jit(layer)(x, w13, w2, jnp.zeros((1, 1), int), jnp.full((1, 1), 0.5)).tolist()
     [[100.0]]
     """
-    checks.choice("recipe", recipe, moe.RECIPES)
-    checks.choice("recompute", recompute, moe.RECOMPUTE)
+    checks.choice("recipe", recipe, recipes.RECIPES)
+    checks.choice("recompute", recompute, recipes.RECOMPUTE)
     checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
     rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed, activation)
@@ -205,7 +205,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
     bound = layer.num_out_tokens
     if bound is None:
         entries = devices * layer.capacity * min(ids.shape[1], experts)
-        bound = static_bound(entries, experts, moe.ALIGN_SIZE[layer.recipe])
+        bound = static_bound(entries, experts, recipes.ALIGN_SIZE[layer.recipe])
     y, saved = _experts_forward(
         _rows_of(rows, layer),
         *weights,
@@ -236,7 +236,7 @@ _moe.defvjp(_moe_fwd, _moe_bwd)
 
 def _parts(x: Any, layer: _Layer) -> list[Any]:
     """x as it is sent: quantised for "fp8_flow", with the recipe's only cast of it."""
-    fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
+    fmt = recipes.FORMAT_BETWEEN_RANKS[layer.recipe]
     if fmt is None:
         return [x]
     q = jax_ops.quantize(x, fmt=fmt)
@@ -244,5 +244,5 @@ def _parts(x: Any, layer: _Layer) -> list[Any]:
 
 
 def _rows_of(parts: Sequence[Any], layer: _Layer) -> Any:
-    fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
+    fmt = recipes.FORMAT_BETWEEN_RANKS[layer.recipe]
     return parts[0] if fmt is None else QuantTensor(parts[0], parts[1], fmt)

@@ -42,7 +42,7 @@ from fp8moe.dispatch import Function
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import RECIPES, RECOMPUTE, Saved
+from fp8moe.recipes import RECIPES, RECOMPUTE, Saved
 from fp8moe.record_trees import METADATA_TYPES, arrays_in
 from fp8moe.records import (
     MoEGrads,

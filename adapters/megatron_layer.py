@@ -24,7 +24,7 @@ from fp8moe.activation import Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import RECIPES
+from fp8moe.recipes import RECIPES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, checks, moe, workspace
+from fp8moe import Quantized, QuantTensor, checks, layer_checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_halves import (
     Half,
@@ -46,7 +46,7 @@ from fp8moe.adapters.torch_library import (
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.formats import BFLOAT16
-from fp8moe.moe import Saved, SavedForWeights
+from fp8moe.recipes import Saved, SavedForWeights
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec
 
@@ -159,10 +159,10 @@ def experts(
 
 
 def check_backend(x: Tensor, backend: str | None, num_sms: int | None, **layer: Any) -> None:
-    """`fp8moe.moe.check_backend` for x's device."""
+    """`fp8moe.layer_checks.check_backend` for x's device."""
     if backend is not None or num_sms is not None:
         device = "cpu" if x.device.type == "cpu" else x.device.index
-        moe.check_backend(backend, device, num_sms=num_sms, **layer)
+        layer_checks.check_backend(backend, device, num_sms=num_sms, **layer)
 
 
 def _check_traced(x: Tensor, weights: Any, options: Options) -> None:

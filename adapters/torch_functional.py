@@ -28,7 +28,8 @@ from fp8moe.adapters.torch_operation import (
 )
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import GRADIENTS, RECIPES, RECOMPUTE, Recipe, experts_of
+from fp8moe.moe import experts_of
+from fp8moe.recipes import GRADIENTS, RECIPES, RECOMPUTE, Recipe
 
 __all__ = ["moe_experts", "moe_experts_permuted", "quantize_fp8_weights"]
 

@@ -34,7 +34,7 @@ from fp8moe.adapters.torch_sharding import (
 )
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import GRADIENTS, RECIPES, RECOMPUTE, Recipe
+from fp8moe.recipes import GRADIENTS, RECIPES, RECOMPUTE, Recipe
 from fp8moe.record_trees import arrays_in
 
 __all__ = ["FP8FlowMoE", "weights_unchanged"]

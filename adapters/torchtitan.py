@@ -26,7 +26,7 @@ from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.moe import RECIPES, RECOMPUTE, Recipe
+from fp8moe.recipes import RECIPES, RECOMPUTE, Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 

@@ -147,7 +147,7 @@ class Quantized(Record):
     Attributes
     ----------
     rowwise : QuantTensor
-        Stored row-major. None in saved weights whose backward does not need it (`fp8moe.moe.Saved`).
+        Stored row-major. None in saved weights whose backward does not need it (`fp8moe.recipes.Saved`).
     columnwise : QuantTensor
         Stored transposed.
     """

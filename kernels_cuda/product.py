@@ -80,8 +80,8 @@ def products_of_layer(
     ffn: int,
     gradients: tuple[str, ...],
 ) -> list[Product]:
-    """Grouped products of a forward of `fp8moe.moe` and of the backward for these gradients, for any number
-    of rows.
+    """Grouped products of a layer's forward (`fp8moe.recipes`) and of the backward for these gradients, for
+    any number of rows.
 
     columns, width: zero-padded widths of the first product's result and of the activation; ffn: width of the
     activation without padding.

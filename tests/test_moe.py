@@ -92,7 +92,7 @@ def test_recompute_is_bitwise_equal_and_saves_memory(recipe):
     assert small.nbytes < saved.nbytes
 
 
-@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
 def test_gradients_in_bfloat16_are_those_in_float32_rounded_once(recipe):
     inputs, dy = layer_inputs(8)
     wide, saved = run(inputs, dy, recipe)
@@ -157,12 +157,12 @@ OF_INPUTS = {
 OF_WEIGHTS = {"permute_transpose", "scaling_aware_transpose", "dequantize", "quantize", "grouped_gemm_wgrad"}
 SUBSETS = [
     names
-    for count in range(1, len(fp8moe.moe.GRADIENTS) + 1)
-    for names in itertools.combinations(fp8moe.moe.GRADIENTS, count)
+    for count in range(1, len(fp8moe.recipes.GRADIENTS) + 1)
+    for names in itertools.combinations(fp8moe.recipes.GRADIENTS, count)
 ]
 
 
-@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
     """The same bits, launches and casts for any set of gradients; each half launches only its own
@@ -200,7 +200,7 @@ def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
         )
 
 
-@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_frozen_weights_need_no_transpose(recipe, recompute):
     """Frozen weights, as with LoRA: forward and backward launch no wgrad and no transpose, and save less
@@ -222,7 +222,7 @@ def test_frozen_weights_need_no_transpose(recipe, recompute):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
 def test_memory_between_the_halves_of_the_backward(recipe, recompute):
     """The exact number of bytes of `SavedForWeights`; no weights and no h are kept."""
     tokens, hidden, ffn = 96, 256, 128
@@ -597,7 +597,7 @@ def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     # as if the arrays were on CUDA, where a backend can be selected
     choices = importlib.import_module("fp8moe.grouped_gemm")
     monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
-    layer = importlib.import_module("fp8moe.moe")
+    layer = importlib.import_module("fp8moe.layer_checks")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)
     options = {"recipe": recipe, "recompute": recompute}

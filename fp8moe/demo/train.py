@@ -16,7 +16,7 @@ import numpy as np
 import fp8moe
 from fp8moe.demo.model import Config, Model, batches, learning_rate
 from fp8moe.info import command, commit
-from fp8moe.moe import RECIPES
+from fp8moe.recipes import RECIPES
 
 MAX_TEXT = 4_000_000
 #: maximum relative difference of fp8_flow's loss from bf16's, averaged over the last tenth of the run
