@@ -156,6 +156,8 @@ def test_every_kernel_compiles_without_spills(path, architecture):
     architectures. For the mma.sync products, two formats are tested as one: they differ only in the name of a
     conversion."""
     pytest.importorskip("cupy")
+    from fp8moe.kernels_cuda.quantize import DECLARED
+
     variants = compiler.variants(path)
     if architecture != "sm_90a":
         variants = sorted({variants[0], variants[-1]})
@@ -169,8 +171,11 @@ def test_every_kernel_compiles_without_spills(path, architecture):
             kernels = compiler.usage(log)
             assert kernels
             assert [(k, defines) for k in kernels if k[2]] == []
-            if path.stem.endswith("_mma"):  # test_configurations.py leaves them 1 KB beside their stages
-                assert [(k, defines) for k in kernels if k[3] > 1 << 10] == []
+            for kernel, *_, declared in kernels:
+                if path.stem.endswith("_mma"):  # test_configurations.py leaves them 1 KB beside their stages
+                    assert declared <= 1 << 10, (kernel, defines)
+                elif kernel in ("quantize_tiles", "swiglu_quantize_tiles"):
+                    assert declared <= DECLARED, (kernel, defines)
 
 
 @pytest.mark.parametrize(("spills", "status"), [(0, 0), (8, 1)])
@@ -187,21 +192,6 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
     line, last = capsys.readouterr().out.splitlines()[-2:]
     assert line.split()[:-1] == ["unpermute.permute_rows", "sm_80", "53", str(spills), "16"]
     assert last.startswith(f"1 kernels, {status} with spills, 0 variants")
-
-
-def test_static_shared_memory_is_within_the_launchers_estimate():
-    pytest.importorskip("cupy")
-    from fp8moe.kernels_cuda.quantize import DECLARED
-
-    declared = {}
-    for source in ("quantize", "swiglu"):
-        path = compiler.SOURCES / f"{source}.cu"
-        for defines in compiler.variants(path)[:2]:  # blocks of 128, and of 32
-            declared |= {
-                k[0]: k[3] for k in compiler.usage(compiler.compile_source(path, "sm_90a", defines)[1])
-            }
-    tiles = {k: declared[k] for k in ("quantize_tiles", "swiglu_quantize_tiles")}
-    assert [k for k, size in tiles.items() if size > DECLARED] == []
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
