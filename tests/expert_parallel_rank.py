@@ -314,6 +314,9 @@ def in_a_module():
             assert twin.w13.grad.dtype == torch.bfloat16
         for a, b in zip(*results, strict=True):
             assert (a - b).norm() <= 2.0**-7 * b.norm()  # as above, with a rounding to bfloat16
+        bounded = ProcessGroup(capacity=Capacity(12), overlap_chunks=2)
+        seeded(recipe, process_group=bounded)(torch.randn(24, H, device=DEVICE))
+        assert bounded.overflow().tolist() == [0, 0]  # the capacity is one of a chunk
     with pytest.raises(ValueError, match=r"overlap_chunks: got 2 without a process_group"):
         seeded(overlap_chunks=2)
     with pytest.raises(ValueError, match=r"overlap_chunks: got 2 with a ProcessGroup"):
