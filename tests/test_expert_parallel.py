@@ -413,6 +413,16 @@ def test_validation_errors():
         fp8moe.moe_backward(saved, x)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_process_group_as_comm_is_named(recipe):
+    """A torch process group, which is no transport, with every recipe."""
+    x, w13, w2 = torch.ones(2, 128), torch.ones(1, 256, 128), torch.ones(1, 128, 128)
+    ids, probs = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    group = torch.distributed.ProcessGroup(0, 1)
+    with pytest.raises(TypeError, match=r"comm: got ProcessGroup; wanted a Transport or an Engine"):
+        moe_experts(x.bfloat16(), w13, w2, ids, probs, recipe=recipe, comm=group)
+
+
 class ElasticBuffer:
     """DeepEP V2's buffer for one rank, by loops. The signatures of `dispatch` and `combine` are those of
     deep_ep/buffers/elastic.py at commit dd758caf (36 after v1.2.1)."""
