@@ -451,6 +451,10 @@ def refusals(comm):
         expert_parallel.dispatch(wider if RANK == 1 else x, ids, probs, E, comm)
     with pytest.raises(ValueError, match=r"rows, of bfloat16.*nothing was sent"):
         expert_parallel.dispatch(x, ids, probs, E, comm, fmt="e5m2" if RANK == 1 else "e4m3")
+    # as many bytes of scales
+    blocks = fp8moe.quantize(x, block=(1, 32) if RANK == 1 else (1, 128))
+    with pytest.raises(ValueError, match=r"block: rank \d has .* rank \d has .*nothing was sent"):
+        expert_parallel.dispatch(blocks, ids, probs, E, comm)
     others = put(np.ones((4, 2), np.float32 if RANK == 1 else np.float64))
     with pytest.raises(ValueError, match=r"topk_probs, of bfloat16.*nothing was sent"):
         expert_parallel.dispatch(x, ids, others, E, comm)

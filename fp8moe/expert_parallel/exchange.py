@@ -38,6 +38,7 @@ from fp8moe.expert_parallel.protocols import (
 )
 from fp8moe.permute import unpermute
 from fp8moe.quantize import dequantize
+from fp8moe.records import QuantTensor
 
 
 def dispatch(
@@ -130,6 +131,8 @@ def prepare_dispatch(
         "num_experts": num_experts,
         "bytes of a row": message.row_bytes,
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
+        # one scale for 128 values, or MXFP8's four, have as many bytes
+        "block": message.like.block[1] if isinstance(message.like, QuantTensor) else 0,
         # of two dtypes, the padding of a message makes rows of equal size
         f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
         "overlap_chunks": chunks_of(comm),
