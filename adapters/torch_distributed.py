@@ -239,11 +239,8 @@ class ProcessGroup:
         """
         tensor, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
         received_rows = tensor.new_empty((sum(received) if size is None else size, *tensor.shape[1:]))
-        width = (
-            tensor.stride(0) * tensor.itemsize
-            if tensor.numel()
-            else received_rows.stride(0) * received_rows.itemsize
-        )
+        # not by the stride of the first dimension, which a contiguous tensor of one row may have any of
+        width = tensor.shape[1:].numel() * tensor.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
         outgoing, incoming = _as_bytes(tensor)[: sum(splits[1])], _as_bytes(received_rows)[: sum(splits[0])]
         work = self._watch.start(

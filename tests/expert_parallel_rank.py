@@ -428,6 +428,12 @@ def rows(comm):
     # largest; then a rounding to bfloat16
     assert (np.abs(in_fp8 - back) <= 2.0**-4 * np.abs(back) + 2.0**-13 * 8 * max(ranks, default=0)).all()
 
+    one = put(np.full((1, 1), RANK)), put(np.ones((1, 1), np.float32))
+    arrived = expert_parallel.dispatch(put(x[:1]), *one, WORLD, comm)
+    row = torch.randn(H, 1, device=DEVICE).t()  # contiguous, although its first stride is not a row's
+    assert row.is_contiguous()
+    assert torch.equal(expert_parallel.combine(row, arrived.route, comm), row)
+
     wide = np.random.default_rng(1).standard_normal((16, 7168)).astype(BF16)
     many = np.argsort(np.random.default_rng(2).random((16, 8 * WORLD)), axis=1)[:, :8]
     sent = []
