@@ -45,7 +45,7 @@ class ProcessGroup:
     Raises
     ------
     TypeError, ValueError
-        For an invalid capacity or number of chunks.
+        For an invalid capacity or number of chunks, and for a group without this rank.
     RankLost
         In an exchange, if a rank exits or does not take part within the group's timeout; the message names
         the rank. With NCCL this is detected while the host waits in ``counts``, after nine tenths of the
@@ -75,6 +75,13 @@ class ProcessGroup:
         if capacity is not None:
             checks.options("capacity", capacity, Capacity)
         self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+            raise of_other_ranks("group")
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise TypeError(
+                f"group: got {type(group).__name__}; wanted a torch.distributed.ProcessGroup, such as "
+                "mesh.get_group() of a DeviceMesh"
+            )
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # compiled code finds the group by it
@@ -252,6 +259,14 @@ class ProcessGroup:
             return received_rows.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else received_rows
 
         return Pending(finish)
+
+
+def of_other_ranks(name: str) -> ValueError:
+    """The error for a group without this rank."""
+    return ValueError(
+        f"{name}: got the group of other ranks; wanted one with this rank; make layers and transports on the "
+        "group's ranks only"
+    )
 
 
 def dispatch(

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -476,6 +476,19 @@ def refusals(comm):
         FP8FlowMoE(H, F, E, 2, process_group="all")
     with pytest.raises(ValueError, match="process_group: got a DeviceMesh of 2 dimensions; wanted one"):
         FP8FlowMoE(H, F, E, 2, process_group=meshes()[0])
+    with pytest.raises(
+        TypeError, match=r"group: got DeviceMesh; wanted a torch.*ProcessGroup, such as mesh.get"
+    ):
+        ProcessGroup(init_device_mesh(DEVICE, (WORLD,)))
+    others, mesh = dist.new_group([0]), DeviceMesh(DEVICE, [0])  # without the other ranks
+    if RANK > 0:
+        with pytest.raises(
+            ValueError, match=r"group: got the group of other ranks; wanted one with this rank"
+        ):
+            ProcessGroup(others)
+        for group in (others, mesh):
+            with pytest.raises(ValueError, match=r"process_group: got the group of other ranks; wanted one"):
+                FP8FlowMoE(H, F, E, 2, process_group=group)
     no_group = types.SimpleNamespace(rank=RANK, world_size=WORLD, counts=print, exchange=print)
     with pytest.raises(TypeError, match="process_group: got SimpleNamespace without an attribute `group`"):
         FP8FlowMoE(H, F, E, 2, process_group=no_group)
