@@ -137,7 +137,7 @@ class ProcessGroup:
                 messages = torch.empty(size, dtype=torch.int32, device=device)
                 on_host = messages
                 if device.type == "cuda":
-                    on_host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+                    on_host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
             self._gathered[size, device] = messages, on_host
         return self._gathered[size, device]
 

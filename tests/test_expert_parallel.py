@@ -23,6 +23,7 @@ from fp8moe.record_trees import arrays_in
 torch = pytest.importorskip("torch")
 deep_ep = pytest.importorskip("fp8moe.adapters.deep_ep")
 moe_experts = pytest.importorskip("fp8moe.adapters.torch_functional").moe_experts
+torch_distributed = pytest.importorskip("fp8moe.adapters.torch_distributed")
 torch_symmetric_memory = pytest.importorskip("fp8moe.adapters.torch_symmetric_memory")
 RANK = Path(__file__).with_name("expert_parallel_rank.py")
 
@@ -139,6 +140,15 @@ def test_timeout_names_the_missing_rank(monkeypatch):
     assert error.value.ranks == [2]
     assert board["fp8moe/[0, 1, 2]/8/0"] == "alive"
     assert len(queries) > 2
+
+
+def test_counts_of_a_gpu_are_read_on_the_host_under_any_default_device():
+    """torch.set_default_device("cuda"), with which no memory can be page-locked."""
+    comm = torch_distributed.ProcessGroup.__new__(torch_distributed.ProcessGroup)
+    comm._gathered = {}
+    with torch._subclasses.FakeTensorMode(), torch.device("cuda"):
+        messages, on_host = comm._buffers(8, torch.device("cuda"))
+    assert (messages.device.type, on_host.device.type) == ("cuda", "cpu")
 
 
 @pytest.mark.multigpu
