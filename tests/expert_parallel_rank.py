@@ -199,6 +199,10 @@ def bounded(comm):
     with torch.no_grad():
         some_lost = module(same)
         assert torch.equal(twin(same), some_lost)
+        few.overflow(reset=True)
+        module.collect_stats = True
+        module(same)
+    assert module.stats().overflow.tolist() == [few.overflow().sum().item()] != [0]
     assert len(some_lost.unique(dim=0)) > 1  # if nothing were dropped, all rows would be equal
     if WORLD > 1:
         arguments = x[own], w13[own_experts], w2[own_experts], ids[own], probs[own]
