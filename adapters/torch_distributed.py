@@ -172,7 +172,8 @@ class ProcessGroup:
                 "capacity: got the first dispatch of its kind inside a CUDA graph; wanted an earlier one, in "
                 "which the ranks compare their headers; run a forward before the capture"
             )
-        self.counts((tensor.new_zeros(self.world_size, dtype=torch.int32),), header)
+        zeros = tensor.new_zeros(self.world_size, dtype=torch.int32)
+        self.counts((zeros, zeros), header)  # two, as from a rank without a capacity, which is then named
         if self._overflow is None:  # allocated outside of any graph's memory pool
             with torch.inference_mode(False):
                 self._overflow = torch.zeros(2, dtype=torch.int64, device=tensor.device)

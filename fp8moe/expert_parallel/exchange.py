@@ -136,15 +136,17 @@ def prepare_dispatch(
         # of two dtypes, the padding of a message makes rows of equal size
         f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
         "overlap_chunks": chunks_of(comm),
+        "capacity.rows": 0 if capacity is None else capacity.rows,
+        # ranks with a capacity do not compare it, but send as many numbers as those without
+        BACKWARD: backward_of(gradients) if capacity is None else 0,
     }
     transport: Any = comm
     if capacity is not None:
-        transport.agree({**header, "capacity.rows": capacity.rows}, entries)
+        transport.agree(header, entries)
         route = Route(plan, ((capacity.rows,) * world,) * world)
         arriving = capacity.entries or world * capacity.rows * min(topk, experts)
         first = 1
     else:
-        header[BACKWARD] = backward_of(gradients)
         counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
         rows_here = with_spare(sum(row[comm.rank] for row in counts)) if spare else None
         route, arriving = Route(plan, counts, rows_here), sum(row[comm.rank] for row in entered)
