@@ -123,7 +123,7 @@ class ProcessGroup:
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         message = torch.cat([*tensors, self._headers[values, device]])
         messages, on_host = self._buffers(world * len(message), device)
-        self._watch.start(lambda: _all_gather(messages, message, self.group))
+        self._watch.start(lambda: _all_gather(messages, message, self.group), device)
         if device.type == "cuda":
             on_host.copy_(messages, non_blocking=True)
             self._watch.wait_for(device)  # the only synchronisation
@@ -252,11 +252,12 @@ class ProcessGroup:
         splits = ([width * n for n in received], [width * n for n in sent])
         outgoing, incoming = _as_bytes(tensor)[: sum(splits[1])], _as_bytes(received_rows)[: sum(splits[0])]
         work = self._watch.start(
-            lambda: dist.all_to_all_single(incoming, outgoing, *splits, self.group, async_op=True)
+            lambda: dist.all_to_all_single(incoming, outgoing, *splits, self.group, async_op=True),
+            tensor.device,
         )
 
         def finish(kept_alive: Tensor = outgoing) -> Any:  # the exchange reads its memory until then
-            self._watch.guard(work.wait)
+            self._watch.guard(work.wait, tensor.device)
             return received_rows.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else received_rows
 
         return Pending(finish)

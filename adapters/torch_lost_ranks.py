@@ -60,8 +60,8 @@ class LostRankWatch:
         self._current = 0
         self._reported = ""  # the last collective at which this rank reported that it is alive
 
-    def start(self, collective: Callable[[], Result]) -> Result:
-        """Count a collective and start it.
+    def start(self, collective: Callable[[], Result], device: torch.device) -> Result:
+        """Count a collective of a device's tensors and start it.
 
         Raises
         ------
@@ -69,14 +69,16 @@ class LostRankWatch:
             If it fails in the way it does when a rank is gone.
         """
         self._current = next(self._collectives)
-        return self.guard(collective)
+        return self.guard(collective, device)
 
-    def guard(self, action: Callable[[], Result]) -> Result:
+    def guard(self, action: Callable[[], Result], device: torch.device) -> Result:
         """Runs a part of the most recent collective, with the errors of `start`."""
         try:
             return action()
         except RuntimeError as error:
-            if dist.get_backend(self.group) != "gloo" and not isinstance(error, dist.DistError):
+            # a group may have one backend per device, such as "cpu:gloo,cuda:nccl"
+            by_gloo = f"{device.type}:gloo" in dist.get_backend_config(self.group).split(",")
+            if not by_gloo and not isinstance(error, dist.DistError):
                 raise
             raise self._lost(str(error), GRACE) from error
 

@@ -134,12 +134,31 @@ def test_timeout_names_the_missing_rank(monkeypatch):
     board["fp8moe/[0, 1, 2]/4/2"] = "alive"
     for watch in (module.LostRankWatch(group), module.LostRankWatch(group)):
         for _ in range(4):
-            assert watch.start(lambda: "started") == "started"
+            assert watch.start(lambda: "started", torch.device("cuda")) == "started"
     with pytest.raises(module.RankLost, match="lost rank 2, seen by rank 0") as error:
         watch.wait_for(torch.device("cuda"))
     assert error.value.ranks == [2]
     assert board["fp8moe/[0, 1, 2]/8/0"] == "alive"
     assert len(queries) > 2
+
+
+def failed_exchange(watch):
+    def exchange():
+        raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(RuntimeError, match="Connection reset by peer") as error:
+        watch.start(exchange, torch.device("cpu"))
+    return error.value
+
+
+def test_lost_ranks_of_a_group_with_several_backends():
+    """A group made without naming one, or as "cpu:gloo,cuda:nccl", exchanges CPU tensors by gloo too."""
+    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+    module.dist.init_process_group(store=module.dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert isinstance(failed_exchange(module.LostRankWatch(module.dist.group.WORLD)), module.RankLost)
+    finally:
+        module.dist.destroy_process_group()
 
 
 def test_counts_of_a_gpu_are_read_on_the_host_under_any_default_device():
