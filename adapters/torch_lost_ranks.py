@@ -32,7 +32,7 @@ class RankLost(RuntimeError):
     Attributes
     ----------
     ranks : list of int
-        Ranks of the group that exited, as far as they could be identified.
+        Ranks of the group, by their numbers in it, that exited, as far as they could be identified.
     """
 
     def __init__(self, ranks: list[int], message: str):
@@ -113,6 +113,7 @@ class LostRankWatch:
     def _lost(self, reason: str, grace: float) -> RankLost:
         """The error that names the ranks that do not report within ``grace`` seconds."""
         missing = [r for r in range(self.world_size) if r != self.rank]
+        members = dist.get_process_group_ranks(self.group)
         try:
             name, end = self._report(), time.monotonic() + grace
             store = dist.distributed_c10d._get_default_store()
@@ -122,8 +123,13 @@ class LostRankWatch:
                     break
                 time.sleep(0.05)
         except RuntimeError:
-            missing = [0]  # rank 0 hosts the store, with torchrun and init_method
+            # rank 0 of all ranks hosts the store, with torchrun and init_method. If it has reported, it left
+            # after the loss of the others
+            hosts = [r for r in missing if members[r] == 0]
+            missing = hosts or (missing if 0 in members else [])
         lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
+        if members != list(range(self.world_size)):  # its ranks have other numbers than in the world
+            lost = f"{lost}, of the group {members}"
         return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({reason})")
 
 

@@ -161,6 +161,34 @@ def test_lost_ranks_of_a_group_with_several_backends():
         module.dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    ("members", "missing", "words"),
+    [
+        ([2, 3, 5], [], "lost rank none, but the exchange failed, of the group [2, 3, 5], seen by rank 1"),
+        ([4, 0, 5], [1], "lost rank 1, of the group [4, 0, 5], seen by rank 0"),
+    ],
+)
+def test_lost_store_is_that_of_rank_0_of_all_ranks(members, missing, words, monkeypatch):
+    """Groups number their ranks anew, as of expert parallelism beside data parallelism."""
+    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+
+    class Group:
+        pass
+
+    def no_store():
+        raise RuntimeError("Connection refused")
+
+    rank = 1 if members[0] == 2 else 0
+    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: members)
+    monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", no_store)
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: rank)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(module.dist, "get_backend_config", lambda group: "cpu:gloo")
+    error = failed_exchange(module.LostRankWatch(Group()))
+    assert error.ranks == missing
+    assert words in str(error)
+
+
 def test_counts_of_a_gpu_are_read_on_the_host_under_any_default_device():
     """torch.set_default_device("cuda"), with which no memory can be page-locked."""
     comm = torch_distributed.ProcessGroup.__new__(torch_distributed.ProcessGroup)
