@@ -125,6 +125,7 @@ def prepare_dispatch(
     plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
     experts, topk = num_experts // world, topk_ids.shape[1]
+    block = message.like.block if isinstance(message.like, QuantTensor) else None
     header = {
         "hidden": x.shape[1],
         "topk": topk,
@@ -132,7 +133,7 @@ def prepare_dispatch(
         "bytes of a row": message.row_bytes,
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
         # one scale for 128 values, or MXFP8's four, have as many bytes
-        "block": message.like.block[1] if isinstance(message.like, QuantTensor) else 0,
+        "block": 0 if block is None else block[1],
         # of two dtypes, the padding of a message makes rows of equal size
         f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
         "overlap_chunks": chunks_of(comm),
