@@ -45,7 +45,7 @@ class ProcessGroup:
     Raises
     ------
     TypeError, ValueError
-        For an invalid capacity or number of chunks.
+        For an invalid capacity or number of chunks, and for a group without this rank.
     RankLost
         In an exchange, if a rank exits or does not take part within the group's timeout; the message names
         the rank. With NCCL this is detected while the host waits in ``counts``, after nine tenths of the
@@ -75,6 +75,13 @@ class ProcessGroup:
         if capacity is not None:
             checks.options("capacity", capacity, Capacity)
         self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
+            raise of_other_ranks("group")
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise TypeError(
+                f"group: got {type(group).__name__}; wanted a torch.distributed.ProcessGroup, such as "
+                "mesh.get_group() of a DeviceMesh"
+            )
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # compiled code finds the group by it
@@ -116,7 +123,7 @@ class ProcessGroup:
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         message = torch.cat([*tensors, self._headers[values, device]])
         messages, on_host = self._buffers(world * len(message), device)
-        self._watch.start(lambda: _all_gather(messages, message, self.group))
+        self._watch.start(lambda: _all_gather(messages, message, self.group), device)
         if device.type == "cuda":
             on_host.copy_(messages, non_blocking=True)
             self._watch.wait_for(device)  # the only synchronisation
@@ -130,7 +137,7 @@ class ProcessGroup:
                 messages = torch.empty(size, dtype=torch.int32, device=device)
                 on_host = messages
                 if device.type == "cuda":
-                    on_host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+                    on_host = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
             self._gathered[size, device] = messages, on_host
         return self._gathered[size, device]
 
@@ -165,7 +172,8 @@ class ProcessGroup:
                 "capacity: got the first dispatch of its kind inside a CUDA graph; wanted an earlier one, in "
                 "which the ranks compare their headers; run a forward before the capture"
             )
-        self.counts((tensor.new_zeros(self.world_size, dtype=torch.int32),), header)
+        zeros = tensor.new_zeros(self.world_size, dtype=torch.int32)
+        self.counts((zeros, zeros), header)  # two, as from a rank without a capacity, which is then named
         if self._overflow is None:  # allocated outside of any graph's memory pool
             with torch.inference_mode(False):
                 self._overflow = torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -239,22 +247,28 @@ class ProcessGroup:
         """
         tensor, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
         received_rows = tensor.new_empty((sum(received) if size is None else size, *tensor.shape[1:]))
-        width = (
-            tensor.stride(0) * tensor.itemsize
-            if tensor.numel()
-            else received_rows.stride(0) * received_rows.itemsize
-        )
+        # not by the stride of the first dimension, which a contiguous tensor of one row may have any of
+        width = tensor.shape[1:].numel() * tensor.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
         outgoing, incoming = _as_bytes(tensor)[: sum(splits[1])], _as_bytes(received_rows)[: sum(splits[0])]
         work = self._watch.start(
-            lambda: dist.all_to_all_single(incoming, outgoing, *splits, self.group, async_op=True)
+            lambda: dist.all_to_all_single(incoming, outgoing, *splits, self.group, async_op=True),
+            tensor.device,
         )
 
         def finish(kept_alive: Tensor = outgoing) -> Any:  # the exchange reads its memory until then
-            self._watch.guard(work.wait)
+            self._watch.guard(work.wait, tensor.device)
             return received_rows.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else received_rows
 
         return Pending(finish)
+
+
+def of_other_ranks(name: str) -> ValueError:
+    """The error for a group without this rank."""
+    return ValueError(
+        f"{name}: got the group of other ranks; wanted one with this rank; make layers and transports on the "
+        "group's ranks only"
+    )
 
 
 def dispatch(

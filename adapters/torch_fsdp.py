@@ -15,6 +15,8 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fp8moe import checks
+
 __all__ = ["padded_elements", "shard_placement"]
 
 
@@ -33,8 +35,8 @@ def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
     Raises
     ------
-    ValueError
-        For a number below 1.
+    TypeError, ValueError
+        For anything else than an integer of at least 1.
 
     Examples
     --------
@@ -43,8 +45,7 @@ def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     >>> shard_placement(64)(torch.nn.Parameter(torch.empty(8, 256, 100)))
     Shard(dim=1)
     """
-    if ranks < 1:
-        raise ValueError(f"ranks: got {ranks}; wanted 1 or more")
+    ranks = checks.integer("ranks", ranks, 1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
         # of a DTensor, such as expert-parallel weights, fully_shard divides this rank's part
@@ -72,12 +73,20 @@ def padded_elements(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> i
     int
         Number of elements.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For a scalar, a number of ranks below 1, or a dimension that the shape does not have.
+
     Examples
     --------
     >>> from fp8moe.adapters.torch_fsdp import padded_elements
     >>> padded_elements((8, 256, 100), 64), padded_elements((8, 256, 100), 64, 1)
     (1433600, 0)
     """
-    others = list(shape)
+    others, ranks = list(shape), checks.integer("ranks", ranks, 1)
+    if not others:
+        raise ValueError("shape: got a scalar's; wanted a dimension to shard")
+    dimension = checks.integer("dimension", dimension, -len(others), len(others) - 1)
     size = others.pop(dimension)
     return (-size % ranks) * math.prod(others)

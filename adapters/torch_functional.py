@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives
 from torch.nn.functional import pad
 
 from fp8moe import Quantized, QuantTensor, checks
@@ -32,6 +32,12 @@ from fp8moe.moe import experts_of
 from fp8moe.recipes import GRADIENTS, RECIPES, RECOMPUTE, Recipe
 
 __all__ = ["moe_experts", "moe_experts_permuted", "quantize_fp8_weights"]
+
+# torch 2.13 renamed it and warns about the old name
+_all_gather: Any = (
+    getattr(_functional_collectives, "all_gather_single_autograd", None)
+    or _functional_collectives.all_gather_tensor_autograd
+)
 
 
 def moe_experts(
@@ -380,7 +386,7 @@ def _gathered_bias(bias2: Tensor, comm: Any) -> Tensor:
             f"bias2: got one with a comm of {type(comm).__name__} without an attribute `group`; wanted its "
             "torch.distributed.ProcessGroup there, or no bias"
         )
-    return all_gather_tensor_autograd(bias2.contiguous(), 0, group)
+    return _all_gather(bias2.contiguous(), 0, group)  # type: ignore[no-any-return]
 
 
 def _probs_by_expert(ids: Tensor, probs: Tensor, experts: int) -> Tensor:

@@ -15,7 +15,7 @@ from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch_library import once_differentiable
 from fp8moe.adapters.torch_operation import on_hopper
 from fp8moe.expert_parallel import DispatchedRows
-from fp8moe.expert_parallel.protocols import capacity_of
+from fp8moe.expert_parallel.protocols import capacity_of, check_comm
 from fp8moe.plan import static_bound
 
 
@@ -38,6 +38,7 @@ def by_grouped_mm(
     checks.shape("topk_probs", probs, tuple(ids.shape))
     rows, experts = None, len(w13)
     if comm is not None:
+        check_comm(comm)
         inputs = {"dx": x, "dprobs": probs, "dw13": w13, "dw2": w2}
         gradients = [name for name, t in inputs.items() if torch.is_grad_enabled() and t.requires_grad]
         dispatched = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm, gradients)

@@ -32,7 +32,7 @@ class RankLost(RuntimeError):
     Attributes
     ----------
     ranks : list of int
-        Ranks of the group that exited, as far as they could be identified.
+        Ranks of the group, by their numbers in it, that exited, as far as they could be identified.
     """
 
     def __init__(self, ranks: list[int], message: str):
@@ -60,8 +60,8 @@ class LostRankWatch:
         self._current = 0
         self._reported = ""  # the last collective at which this rank reported that it is alive
 
-    def start(self, collective: Callable[[], Result]) -> Result:
-        """Count a collective and start it.
+    def start(self, collective: Callable[[], Result], device: torch.device) -> Result:
+        """Count a collective of a device's tensors and start it.
 
         Raises
         ------
@@ -69,14 +69,16 @@ class LostRankWatch:
             If it fails in the way it does when a rank is gone.
         """
         self._current = next(self._collectives)
-        return self.guard(collective)
+        return self.guard(collective, device)
 
-    def guard(self, action: Callable[[], Result]) -> Result:
+    def guard(self, action: Callable[[], Result], device: torch.device) -> Result:
         """Runs a part of the most recent collective, with the errors of `start`."""
         try:
             return action()
         except RuntimeError as error:
-            if dist.get_backend(self.group) != "gloo" and not isinstance(error, dist.DistError):
+            # a group may have one backend per device, such as "cpu:gloo,cuda:nccl"
+            by_gloo = f"{device.type}:gloo" in dist.get_backend_config(self.group).split(",")
+            if not by_gloo and not isinstance(error, dist.DistError):
                 raise
             raise self._lost(str(error), GRACE) from error
 
@@ -111,6 +113,7 @@ class LostRankWatch:
     def _lost(self, reason: str, grace: float) -> RankLost:
         """The error that names the ranks that do not report within ``grace`` seconds."""
         missing = [r for r in range(self.world_size) if r != self.rank]
+        members = dist.get_process_group_ranks(self.group)
         try:
             name, end = self._report(), time.monotonic() + grace
             store = dist.distributed_c10d._get_default_store()
@@ -120,8 +123,13 @@ class LostRankWatch:
                     break
                 time.sleep(0.05)
         except RuntimeError:
-            missing = [0]  # rank 0 hosts the store, with torchrun and init_method
+            # rank 0 of all ranks hosts the store, with torchrun and init_method. If it has reported, it left
+            # after the loss of the others
+            hosts = [r for r in missing if members[r] == 0]
+            missing = hosts or (missing if 0 in members else [])
         lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
+        if members != list(range(self.world_size)):  # its ranks have other numbers than in the world
+            lost = f"{lost}, of the group {members}"
         return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({reason})")
 
 

@@ -33,6 +33,7 @@ from fp8moe.adapters.torch_sharding import (
     shard_of,
 )
 from fp8moe.adapters.torch_stats import Collector, LayerStats
+from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.recipes import GRADIENTS, RECIPES, RECOMPUTE, Recipe
 from fp8moe.record_trees import arrays_in
@@ -612,13 +613,14 @@ class FP8FlowMoE(nn.Module):
         weights = self._own_experts(*parameters)
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
-        options["comm"] = self._ranks.comm
-        compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
+        comm = options["comm"] = self._ranks.comm
+        # torch's products are neither divided into chunks nor, with several ranks, compiled
+        divided = comm is not None and (chunks_of(comm) > 1 or torch.compiler.is_compiling())
         has_main_grad = any(main_grad_of(w) is not None for w in parameters)
         if (
             not self._has_explicit_backend()
             and self.hidden % 8 == self.ffn % 8 == 0
-            and not (compiling or has_main_grad)
+            and not (divided or has_main_grad)
         ):
             return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
         options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_distributed import ProcessGroup, of_other_ranks
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 
 __all__ = ["clip_grad_norm_", "param_groups"]
@@ -58,7 +58,11 @@ class Ranks:
                     f"process_group: got a DeviceMesh of {group.ndim} dimensions; wanted one dimension, as "
                     "in mesh['ep']"
                 )
+            if group.get_coordinate() is None:
+                raise of_other_ranks("process_group")
             self.mesh, group = group, group.get_group()
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise of_other_ranks("process_group")
         if isinstance(group, dist.ProcessGroup):
             self.comm = ProcessGroup(group, overlap_chunks=overlap_chunks)
         elif not isinstance(group, Transport | Engine):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8moe
+from fp8moe.expert_parallel.protocols import Route
 from fp8moe.formats import FORMATS
 
 __all__ = ["LayerStats", "TensorStats", "of_tensor"]
@@ -55,7 +56,8 @@ class LayerStats:
     rows_per_expert : Tensor, int32, [E]
         Number of rows of each of this rank's experts.
     overflow : Tensor, int32, [1]
-        Number of dropped rows.
+        Number of dropped rows: with a `fp8moe.expert_parallel.Capacity`, of rows that this rank did not send,
+        and of those that its own experts had no room for.
     x : TensorStats
         Input of the layer.
     a : TensorStats or None
@@ -126,7 +128,10 @@ def of_forward(x: Tensor, saved: Any, ffn: int | None) -> LayerStats:
         counted = rows < (offsets[:-1] + counts)[expert]  # no padding
         a = of_tensor(torch.where(counted[:, None], activated, 0))
         a = replace(a, elements=counted.sum() * (ffn or activated.shape[1]))
-    return LayerStats(saved.plan.tokens_per_expert, saved.plan.overflow, of_tensor(x), a)
+    overflow = saved.plan.overflow
+    if isinstance(saved.route, Route):
+        overflow = overflow + saved.route.plan.overflow
+    return LayerStats(saved.plan.tokens_per_expert, overflow, of_tensor(x), a)
 
 
 class Collector:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -199,12 +199,17 @@ def bounded(comm):
     with torch.no_grad():
         some_lost = module(same)
         assert torch.equal(twin(same), some_lost)
+        few.overflow(reset=True)
+        module.collect_stats = True
+        module(same)
+    assert module.stats().overflow.tolist() == [few.overflow().sum().item()] != [0]
     assert len(some_lost.unique(dim=0)) > 1  # if nothing were dropped, all rows would be equal
     if WORLD > 1:
         arguments = x[own], w13[own_experts], w2[own_experts], ids[own], probs[own]
-        few = ProcessGroup(capacity=Capacity(7 + RANK))
-        with pytest.raises(ValueError, match=r"capacity.rows: rank .*nothing was sent"):
-            fp8moe.moe_forward(*map(put, arguments), **BF, comm=few)
+        for capacity in (Capacity(7 + RANK), Capacity(7) if RANK else None):
+            few = ProcessGroup(capacity=capacity)
+            with pytest.raises(ValueError, match=r"capacity.rows: rank .*nothing was sent"):
+                fp8moe.moe_forward(*map(put, arguments), **BF, comm=few)
     with pytest.raises(TypeError, match=r"capacity: got int; wanted an fp8moe.*Capacity"):
         ProcessGroup(capacity=7)
     with pytest.raises(ValueError, match="rows: got 0"):
@@ -314,6 +319,9 @@ def in_a_module():
             assert twin.w13.grad.dtype == torch.bfloat16
         for a, b in zip(*results, strict=True):
             assert (a - b).norm() <= 2.0**-7 * b.norm()  # as above, with a rounding to bfloat16
+        bounded = ProcessGroup(capacity=Capacity(12), overlap_chunks=2)
+        seeded(recipe, process_group=bounded)(torch.randn(24, H, device=DEVICE))
+        assert bounded.overflow().tolist() == [0, 0]  # the capacity is one of a chunk
     with pytest.raises(ValueError, match=r"overlap_chunks: got 2 without a process_group"):
         seeded(overlap_chunks=2)
     with pytest.raises(ValueError, match=r"overlap_chunks: got 2 with a ProcessGroup"):
@@ -425,6 +433,12 @@ def rows(comm):
     # largest; then a rounding to bfloat16
     assert (np.abs(in_fp8 - back) <= 2.0**-4 * np.abs(back) + 2.0**-13 * 8 * max(ranks, default=0)).all()
 
+    one = put(np.full((1, 1), RANK)), put(np.ones((1, 1), np.float32))
+    arrived = expert_parallel.dispatch(put(x[:1]), *one, WORLD, comm)
+    row = torch.randn(H, 1, device=DEVICE).t()  # contiguous, although its first stride is not a row's
+    assert row.is_contiguous()
+    assert torch.equal(expert_parallel.combine(row, arrived.route, comm), row)
+
     wide = np.random.default_rng(1).standard_normal((16, 7168)).astype(BF16)
     many = np.argsort(np.random.default_rng(2).random((16, 8 * WORLD)), axis=1)[:, :8]
     sent = []
@@ -448,6 +462,10 @@ def refusals(comm):
         expert_parallel.dispatch(wider if RANK == 1 else x, ids, probs, E, comm)
     with pytest.raises(ValueError, match=r"rows, of bfloat16.*nothing was sent"):
         expert_parallel.dispatch(x, ids, probs, E, comm, fmt="e5m2" if RANK == 1 else "e4m3")
+    # as many bytes of scales
+    blocks = fp8moe.quantize(x, block=(1, 32) if RANK == 1 else (1, 128))
+    with pytest.raises(ValueError, match=r"block: rank \d has .* rank \d has .*nothing was sent"):
+        expert_parallel.dispatch(blocks, ids, probs, E, comm)
     others = put(np.ones((4, 2), np.float32 if RANK == 1 else np.float64))
     with pytest.raises(ValueError, match=r"topk_probs, of bfloat16.*nothing was sent"):
         expert_parallel.dispatch(x, ids, others, E, comm)
@@ -463,6 +481,19 @@ def refusals(comm):
         FP8FlowMoE(H, F, E, 2, process_group="all")
     with pytest.raises(ValueError, match="process_group: got a DeviceMesh of 2 dimensions; wanted one"):
         FP8FlowMoE(H, F, E, 2, process_group=meshes()[0])
+    with pytest.raises(
+        TypeError, match=r"group: got DeviceMesh; wanted a torch.*ProcessGroup, such as mesh.get"
+    ):
+        ProcessGroup(init_device_mesh(DEVICE, (WORLD,)))
+    others, mesh = dist.new_group([0]), DeviceMesh(DEVICE, [0])  # without the other ranks
+    if RANK > 0:
+        with pytest.raises(
+            ValueError, match=r"group: got the group of other ranks; wanted one with this rank"
+        ):
+            ProcessGroup(others)
+        for group in (others, mesh):
+            with pytest.raises(ValueError, match=r"process_group: got the group of other ranks; wanted one"):
+                FP8FlowMoE(H, F, E, 2, process_group=group)
     no_group = types.SimpleNamespace(rank=RANK, world_size=WORLD, counts=print, exchange=print)
     with pytest.raises(TypeError, match="process_group: got SimpleNamespace without an attribute `group`"):
         FP8FlowMoE(H, F, E, 2, process_group=no_group)

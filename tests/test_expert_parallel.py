@@ -23,6 +23,7 @@ from fp8moe.record_trees import arrays_in
 torch = pytest.importorskip("torch")
 deep_ep = pytest.importorskip("fp8moe.adapters.deep_ep")
 moe_experts = pytest.importorskip("fp8moe.adapters.torch_functional").moe_experts
+torch_distributed = pytest.importorskip("fp8moe.adapters.torch_distributed")
 torch_symmetric_memory = pytest.importorskip("fp8moe.adapters.torch_symmetric_memory")
 RANK = Path(__file__).with_name("expert_parallel_rank.py")
 
@@ -133,12 +134,68 @@ def test_timeout_names_the_missing_rank(monkeypatch):
     board["fp8moe/[0, 1, 2]/4/2"] = "alive"
     for watch in (module.LostRankWatch(group), module.LostRankWatch(group)):
         for _ in range(4):
-            assert watch.start(lambda: "started") == "started"
+            assert watch.start(lambda: "started", torch.device("cuda")) == "started"
     with pytest.raises(module.RankLost, match="lost rank 2, seen by rank 0") as error:
         watch.wait_for(torch.device("cuda"))
     assert error.value.ranks == [2]
     assert board["fp8moe/[0, 1, 2]/8/0"] == "alive"
     assert len(queries) > 2
+
+
+def failed_exchange(watch):
+    def exchange():
+        raise RuntimeError("Connection reset by peer")
+
+    with pytest.raises(RuntimeError, match="Connection reset by peer") as error:
+        watch.start(exchange, torch.device("cpu"))
+    return error.value
+
+
+def test_lost_ranks_of_a_group_with_several_backends():
+    """A group made without naming one, or as "cpu:gloo,cuda:nccl", exchanges CPU tensors by gloo too."""
+    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+    module.dist.init_process_group(store=module.dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert isinstance(failed_exchange(module.LostRankWatch(module.dist.group.WORLD)), module.RankLost)
+    finally:
+        module.dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("members", "missing", "words"),
+    [
+        ([2, 3, 5], [], "lost rank none, but the exchange failed, of the group [2, 3, 5], seen by rank 1"),
+        ([4, 0, 5], [1], "lost rank 1, of the group [4, 0, 5], seen by rank 0"),
+    ],
+)
+def test_lost_store_is_that_of_rank_0_of_all_ranks(members, missing, words, monkeypatch):
+    """Groups number their ranks anew, as of expert parallelism beside data parallelism."""
+    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+
+    class Group:
+        pass
+
+    def no_store():
+        raise RuntimeError("Connection refused")
+
+    rank = 1 if members[0] == 2 else 0
+    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: members)
+    monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", no_store)
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: rank)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(module.dist, "get_backend_config", lambda group: "cpu:gloo")
+    error = failed_exchange(module.LostRankWatch(Group()))
+    assert error.ranks == missing
+    assert words in str(error)
+
+
+def test_counts_of_a_gpu_are_read_on_the_host_under_any_default_device():
+    """torch.set_default_device("cuda"), with which no memory can be page-locked."""
+    comm = torch_distributed.ProcessGroup.__new__(torch_distributed.ProcessGroup)
+    comm._gathered = {}
+    with torch._subclasses.FakeTensorMode(), torch.device("cuda"):
+        messages, on_host = comm._buffers(8, torch.device("cuda"))
+    assert (messages.device.type, on_host.device.type) == ("cuda", "cpu")
 
 
 @pytest.mark.multigpu
@@ -411,6 +468,16 @@ def test_validation_errors():
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=alone())
     with pytest.raises(ValueError, match="comm: got None; wanted a transport, as in the forward"):
         fp8moe.moe_backward(saved, x)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_process_group_as_comm_is_named(recipe):
+    """A torch process group, which is no transport, with every recipe."""
+    x, w13, w2 = torch.ones(2, 128), torch.ones(1, 256, 128), torch.ones(1, 128, 128)
+    ids, probs = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    group = torch.distributed.ProcessGroup(0, 1)
+    with pytest.raises(TypeError, match=r"comm: got ProcessGroup; wanted a Transport or an Engine"):
+        moe_experts(x.bfloat16(), w13, w2, ids, probs, recipe=recipe, comm=group)
 
 
 class ElasticBuffer:

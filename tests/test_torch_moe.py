@@ -109,6 +109,14 @@ def test_shard_placement_avoids_padding():
     assert padded_elements((3, 4, 5), 7, 2) == padded_elements((3, 4, 5), 7, -1) == 2 * 12
     with pytest.raises(ValueError, match="ranks: got 0"):
         shard_placement(0)
+    for wrong, words in (
+        (lambda: shard_placement(2.5), "ranks: got float; wanted an integer"),  # divides 5
+        (lambda: padded_elements((8, 4), 0), "ranks: got 0"),
+        (lambda: padded_elements((8, 4), 2, 2), "dimension: got 2; wanted an integer from -2 to 1"),
+        (lambda: padded_elements((), 2), "shape: got a scalar.s; wanted a dimension"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            wrong()
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])

@@ -3,6 +3,7 @@ torch_functional_rank.py RANK WORLD FILE``."""
 
 import os
 import sys
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.expert_parallel import Capacity
 
+warnings.filterwarnings("error", ".*torch.distributed.* is deprecated", FutureWarning)
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 H, F, E, K = 128, 72, 2 * WORLD, 2
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=WORLD)

@@ -38,6 +38,7 @@ from fp8moe.expert_parallel.protocols import (
 )
 from fp8moe.permute import unpermute
 from fp8moe.quantize import dequantize
+from fp8moe.records import QuantTensor
 
 
 def dispatch(
@@ -124,24 +125,29 @@ def prepare_dispatch(
     plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
     experts, topk = num_experts // world, topk_ids.shape[1]
+    block = message.like.block if isinstance(message.like, QuantTensor) else None
     header = {
         "hidden": x.shape[1],
         "topk": topk,
         "num_experts": num_experts,
         "bytes of a row": message.row_bytes,
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
+        # one scale for 128 values, or MXFP8's four, have as many bytes
+        "block": 0 if block is None else block[1],
         # of two dtypes, the padding of a message makes rows of equal size
         f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
         "overlap_chunks": chunks_of(comm),
+        "capacity.rows": 0 if capacity is None else capacity.rows,
+        # ranks with a capacity do not compare it, but send as many numbers as those without
+        BACKWARD: backward_of(gradients) if capacity is None else 0,
     }
     transport: Any = comm
     if capacity is not None:
-        transport.agree({**header, "capacity.rows": capacity.rows}, entries)
+        transport.agree(header, entries)
         route = Route(plan, ((capacity.rows,) * world,) * world)
         arriving = capacity.entries or world * capacity.rows * min(topk, experts)
         first = 1
     else:
-        header[BACKWARD] = backward_of(gradients)
         counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
         rows_here = with_spare(sum(row[comm.rank] for row in counts)) if spare else None
         route, arriving = Route(plan, counts, rows_here), sum(row[comm.rank] for row in entered)
