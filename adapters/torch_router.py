@@ -220,7 +220,7 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     if len(parts_of_w) == 1:
         return torch.mm(x, w.t(), out_dtype=torch.float32)
     logits = torch.mm(x, torch.cat(parts_of_w).t(), out_dtype=torch.float32)
-    return logits.view(len(x), -1, len(w)).sum(dim=1)
+    return logits.view(len(x), len(parts_of_w), len(w)).sum(dim=1)
 
 
 def _product_backward(

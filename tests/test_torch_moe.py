@@ -6,12 +6,13 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router, _sum, parts
+from fp8moe.adapters.torch_router import Router, _on_tensor_cores, _product, _sum, parts
 from fp8moe.dispatch import cached_plans, clear_cached_plans
 from fp8moe.record_trees import arrays_in
 
@@ -498,6 +499,28 @@ def test_the_routers_product_is_in_float32(dtype, device, autocast):
         parts_of.t() @ x64.abs(),
         0.0 if dtype == torch.float32 else 2.0**-8,
     )
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_product_on_tensor_cores_of_any_number_of_tokens(tokens, dtype):
+    """By shapes alone, without a GPU: of no tokens the product of three parts was refused."""
+    with FakeTensorMode():
+        x = torch.empty(tokens, 64, device="cuda", dtype=torch.bfloat16)
+        w = torch.empty(8, 64, device="cuda", dtype=dtype)
+        assert _on_tensor_cores(x, w)
+        assert _product(x, w).shape == (tokens, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_tokens_on_cuda(recipe, dtype):
+    layer = FP8FlowMoE(256, 128, 4, 2, recipe=recipe, dtype=dtype, device="cuda")
+    x = torch.empty(0, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(not p.grad.any() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
