@@ -50,12 +50,12 @@ def backends(product: Product, architecture: str) -> list[str]:
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
     """The backend of a product: the requested one, or the fastest that supports it.
 
-    Raises TypeError for "cublas" with float64, ValueError if the requested backend does not support the
-    product, or if only the plain kernel, hundreds of times slower, supports a large product and it was not
-    requested.
+    Raises TypeError for dtypes that "cublas" does not support, ValueError if another requested backend does
+    not support the product, or if only the plain kernel, hundreds of times slower, supports a large product
+    and it was not requested.
     """
-    if backend == "cublas" and "float64" in (*product.operands, product.out):
-        raise TypeError("backend: got 'cublas' with float64; wanted bfloat16, float16 or float32, or 'plain'")
+    if backend == "cublas":
+        _check_cublas(product)
     if backend in ("plain", "cublas"):
         return Choice(backend)
     known = launchers(product)
@@ -85,6 +85,18 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
             "float32, and synchronises; or 'plain', which says that one hundreds of times slower is meant"
         )
     return Choice("plain", tuple(reasons))
+
+
+def _check_cublas(product: Product) -> None:
+    """Raises TypeError for dtypes that `cublasGemmEx` does not support with float32 sums."""
+    if "float64" in (*product.operands, product.out):
+        raise TypeError("backend: got 'cublas' with float64; wanted bfloat16, float16 or float32, or 'plain'")
+    operands = "bfloat16" if product.quantized else product.operands[0]
+    if product.out not in (operands, "float32"):
+        raise TypeError(
+            f"backend: got 'cublas' for a product of {operands} into {product.out}; wanted "
+            f"{' or '.join(dict.fromkeys((operands, 'float32')))} there, or another backend"
+        )
 
 
 def check_layer(backend: str | None, num_sms: int | None, device: int, **layer: Any) -> None:

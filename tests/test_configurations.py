@@ -267,6 +267,19 @@ def test_cublas_has_no_float64():
             grouped_gemm.choose(product(**of), "sm_90a", "cublas")
 
 
+@pytest.mark.parametrize("operands", ["e4m3", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+def test_cublas_stores_float32_or_the_operands_dtype(operands, out):
+    """cublasGemmEx has no other types of C for float32 sums; a bfloat16 ``main_grad`` of float16 weights
+    ended in CUBLAS_STATUS_NOT_SUPPORTED."""
+    requested = product(operands, "grouped_gemm_wgrad", out=out)
+    if out in ("float32", "bfloat16" if operands == "e4m3" else operands):
+        assert grouped_gemm.choose(requested, "sm_90a", "cublas") == ("cublas", ())
+        return
+    with pytest.raises(TypeError, match=rf"backend: got 'cublas' for a product of \w+ into {out}; wanted"):
+        grouped_gemm.choose(requested, "sm_90a", "cublas")
+
+
 @pytest.mark.parametrize("backend", ["wgmma", "mma"])
 def test_explicit_backend_accepts_zero_rows(backend):
     """On a rank without tokens, weight gradients are zeros instead of an error."""
