@@ -330,7 +330,7 @@ def _experts_in_dtype(
         y = y[:, :hidden]
     if bias2 is not None:
         if align_size:
-            ids, probs = _expert_of_rows(ids, len(rows), align_size)[:, None], probs[:, None]
+            ids, probs = _expert_of_rows(ids, rows.shape[0], align_size)[:, None], probs[:, None]
         shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype)
         biased = y + mm_without_autocast(shares, bias2.to(y.dtype))
         # rows of no expert: zeros times a NaN in their gradients would be a gradient of the bias

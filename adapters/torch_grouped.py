@@ -34,7 +34,7 @@ def by_grouped_mm(
 
     x [T, H], w13 [E, 2F, H] and w2 [E, H, F]: bfloat16, H and F multiples of 8. ids, probs: [T, k].
     """
-    checks.shape("topk_ids", ids, (len(x), "k"))
+    checks.shape("topk_ids", ids, (x.shape[0], "k"))
     checks.shape("topk_probs", probs, tuple(ids.shape))
     rows, experts = None, len(w13)
     if comm is not None:
@@ -82,7 +82,7 @@ def rows_by_grouped_mm(
     moved = torch_ops.sort_chunks(x, counts, order, probs.float(), align_size=16)
     products = _products if recompute is None else _Recomputed.apply
     y = products(moved.data, moved.probs, w13, w2, moved.group_offsets, activation)
-    return torch_ops.unpad(y, counts, 16, num_out_tokens=len(x))  # type: ignore[no-any-return]
+    return torch_ops.unpad(y, counts, 16, num_out_tokens=x.shape[0])  # type: ignore[no-any-return]
 
 
 def _product(x: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False) -> Tensor:
@@ -98,7 +98,7 @@ def _written(x: Tensor, offsets: Tensor) -> Tensor:
     gradient. They are zeros in x and dy, and so in the products; always computing them would cost time."""
     if torch.compiler.is_compiling() or not torch.is_anomaly_enabled() or on_hopper(x):
         return offsets
-    return torch.cat((offsets[:-1], offsets.new_full((1,), len(x))))
+    return torch.cat((offsets[:-1], offsets.new_full((1,), x.shape[0])))
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

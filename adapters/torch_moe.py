@@ -574,7 +574,14 @@ class FP8FlowMoE(nn.Module):
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
         requested: by quantize_weights()."""
         for name in ("w13", "w2"):
-            if getattr(self, name) is not getattr(self, name):
+            w = getattr(self, name)
+            if _is_freed(w):
+                raise TypeError(
+                    f"{name}: got a weight that FullyShardedDataParallel gathers for its forward only; wanted "
+                    "the whole weight; use fully_shard in its place, or leave out weights_unchanged() and "
+                    "quantize_weights()"
+                )
+            if w is not getattr(self, name):
                 raise RuntimeError(
                     f"{name}: got a weight that is computed anew on each access (a parametrization), so that "
                     "it cannot be known to be unchanged; wanted the context "
@@ -770,6 +777,14 @@ def _view(w: Tensor) -> Any:
     """Position in the storage: several sets of weights may share one buffer."""
     w = _local_tensor_of(w)
     return w.storage_offset(), w.stride()
+
+
+def _is_freed(w: Tensor) -> bool:
+    """Whether it is a weight of FullyShardedDataParallel outside of its forward: without memory, whose address
+    must not be read, or with use_orig_params a part of a vector."""
+    local = _local_tensor_of(w)
+    freed = local.numel() > 0 and local.untyped_storage().nbytes() == 0
+    return freed or (w.ndim == 1 and hasattr(w, "_fsdp_flattened"))
 
 
 def _version(w: Tensor) -> Any:

@@ -220,7 +220,7 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     if len(parts_of_w) == 1:
         return torch.mm(x, w.t(), out_dtype=torch.float32)
     logits = torch.mm(x, torch.cat(parts_of_w).t(), out_dtype=torch.float32)
-    return logits.view(len(x), len(parts_of_w), len(w)).sum(dim=1)
+    return logits.view(x.shape[0], len(parts_of_w), len(w)).sum(dim=1)
 
 
 def _product_backward(
@@ -244,7 +244,7 @@ def _product_backward(
     else:
         # only significant products of parts: each further part is smaller by 2^-8
         pairs = [(i, j) for i in range(3) for j in range(3 - i)]
-        parts_of_grad = grad.view(len(grad), 3, experts)
+        parts_of_grad = grad.view(grad.shape[0], 3, experts)
         pair = (
             torch.cat([parts_of_grad[:, i] for i, _ in pairs], dim=1),
             torch.cat([parts_of_w[j] for _, j in pairs]),

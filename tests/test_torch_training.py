@@ -630,6 +630,41 @@ def test_export_that_would_lose_gradients_raises(recipe, trained):
         assert torch.equal(program(x), layer(x))
 
 
+class Experts(torch.nn.Module):
+    """`moe_experts_permuted` with biases, of the counts' experts."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.recipe = recipe
+        for name, *shape in (("w13", 2 * FFN, HIDDEN), ("w2", HIDDEN, FFN), ("b13", 2 * FFN), ("b2", HIDDEN)):
+            self.register_buffer(name, torch.randn(EXPERTS, *shape, dtype=torch.bfloat16))
+
+    def forward(self, x, counts, probs):
+        options = {"recipe": self.recipe, "bias13": self.b13, "bias2": self.b2}
+        return torch_ops.moe_experts_permuted(x, self.w13, self.w2, counts, probs, **options)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_exported_for_any_number_of_tokens(recipe, permuted, strict):
+    """Without strict, torch.export runs the Python code itself, in which ``len`` is a constant."""
+    torch.compiler.reset()
+    layer = Experts(recipe) if permuted else module(recipe)
+
+    def inputs(count):
+        x = torch.randn(count, HIDDEN, dtype=torch.bfloat16)
+        return (x, torch.tensor([count - 5, 0, 3, 2]), torch.rand(count)) if permuted else (x,)
+
+    rows = {0: torch.export.Dim("rows", min=5, max=4096)}
+    shapes = (rows, None, rows) if permuted else (rows,)
+    with torch.no_grad():
+        program = torch.export.export(layer, inputs(10), dynamic_shapes=shapes, strict=strict).module()
+        for count in (10, 33):
+            arguments = inputs(count)
+            assert torch.equal(program(*arguments), layer(*arguments))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
 def test_compiled_autograd_runs_the_backward_of_an_eager_forward(recipe):

@@ -743,7 +743,7 @@ def test_sharded_weights(tmp_path):
 def changed_shards(rank, folder):
     """One of two processes, which changes the shards while FP8 copies of the gathered weights are in use."""
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh, x = torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), tokens(seed=1).float()
@@ -793,6 +793,12 @@ def changed_shards(rank, folder):
         load(layer)
         with pytest.raises(RuntimeError, match="got changed weights although they were declared"):
             layer(x, is_first_microbatch=False)
+        for flat in (True, False):  # its weights have no memory between forwards, or are parts of a vector
+            parent = FullyShardedDataParallel(module(), device_id=mesh.device_type, use_orig_params=not flat)
+            for keep in (parent.module.quantize_weights, parent.module.weights_unchanged().__enter__):
+                with pytest.raises(TypeError, match=r"w13: got .* FullyShardedDataParallel .* use fully_shard"):
+                    keep()
+            assert torch.equal(parent(x), before)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads are not always joined at Python's exit
