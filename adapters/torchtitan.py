@@ -7,7 +7,8 @@ Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_E
 checkpoints, FSDP and optimizers need no changes; every forward quantises the current weights. For experts of
 other classes than torchtitan's own gated ones the converter raises NotImplementedError. With torchtitan's
 expert parallelism, rows are sent by `fp8moe.expert_parallel` over its mesh, and the experts still compile as
-one graph; the host reads the row counts. w1 and w3, and their gradients, are never concatenated.
+one graph; the host reads the row counts, so a dispatcher's options for CUDA graphs raise NotImplementedError.
+w1 and w3, and their gradients, are never concatenated.
 
 Tested with torchtitan 0.3 and its backends "partial_dtensor" and "spmd_types".
 """
@@ -49,7 +50,8 @@ class FP8RoutedExperts(RoutedExperts):
     Raises
     ------
     NotImplementedError
-        For inner experts of another class than `GroupedExperts`, as of another converter.
+        For inner experts of another class than `GroupedExperts`, as of another converter; for a dispatcher
+        that does not synchronise with the host (``non_blocking_capacity_factor``, ``cudagraphable``).
 
     Examples
     --------
@@ -73,6 +75,7 @@ class FP8RoutedExperts(RoutedExperts):
         num_sms: int | None = None
 
     def __init__(self, config: Config):
+        _refuse_unsynchronised(config.token_dispatcher)  # an override may have replaced it
         super().__init__(config)
         if type(self.inner_experts) is not GroupedExperts:  # whose forward this class does not call
             raise NotImplementedError(
@@ -196,7 +199,8 @@ class FP8MoEConverter(QuantizationConverter):
         Raises
         ------
         NotImplementedError
-            For experts that are not torchtitan's `GroupedExperts`.
+            For experts that are not torchtitan's `GroupedExperts`, or a dispatcher that does not synchronise
+            with the host.
         ValueError
             For a model without routed experts.
         """
@@ -214,6 +218,7 @@ class FP8MoEConverter(QuantizationConverter):
                     raise NotImplementedError(
                         f"{fqn}: got {owner.__name__}; wanted {wanted.__name__}; leave this converter out"
                     )
+            _refuse_unsynchronised(config.token_dispatcher)
             new = FP8RoutedExperts.Config(
                 **{f.name: getattr(config, f.name) for f in fields(config)},
                 **{n: getattr(self.config, n) for n in OPTIONS},
@@ -225,3 +230,14 @@ class FP8MoEConverter(QuantizationConverter):
             else:
                 setattr(parent, attribute, new)
         return model_config
+
+
+def _refuse_unsynchronised(dispatcher: Any) -> None:
+    """Raises for options of a dispatcher's config that promise an exchange without the host."""
+    for name, without in (("non_blocking_capacity_factor", None), ("cudagraphable", False)):
+        if (value := getattr(dispatcher, name, without)) != without:
+            raise NotImplementedError(
+                f"{name}: got {value} for {type(dispatcher)._owner.__name__}; wanted {without}, because the "
+                'dispatcher is not used and the host reads row counts; pass comm_backend="standard" and set '
+                "training.disable_cuda_graphs"
+            )

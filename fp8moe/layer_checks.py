@@ -258,7 +258,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
                 "gradients, too"
             )
     for name, w, count in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
-        now = None if count is None or w is None else times_overwritten(w)
+        now = None if count is None or w is None else times_overwritten(w, name)
         if now is not None and now != count:  # None also if only shapes are known
             raise RuntimeError(
                 f"{name}: got FP8 codes that quantize_weights has overwritten since the forward; wanted "

@@ -285,7 +285,10 @@ def _forward_over_ranks(
 
 def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
     """How often the codes of weights given in quantised form have been overwritten."""
-    first, second = (times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
+    first, second = (
+        times_overwritten(w, name) if isinstance(w, Quantized) else None
+        for name, w in (("w13", w13), ("w2", w2))
+    )
     return first, second
 
 

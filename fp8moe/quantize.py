@@ -36,12 +36,17 @@ def _codes(q: QuantTensor | Quantized) -> Any:
     return (q.columnwise if isinstance(q, Quantized) else q).data
 
 
-def times_overwritten(q: QuantTensor | Quantized) -> int | None:
+def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None:
     """How often `quantize` has written to these codes with ``out=``: who keeps them to read them later
-    compares this number. None while only shapes are known."""
-    codes = _codes(q)
+    compares this number. None while only shapes are known, and for a record without codes, which the
+    operation that reads them refuses. ``name``: of the record, for errors."""
+    if isinstance(q, Quantized):
+        q, name = q.columnwise, f"{name}.columnwise"
+    if not isinstance(q, QuantTensor):
+        return None
+    codes = q.data
     if not isinstance(codes, (np.ndarray, DeviceArray)):  # as inside of an operation
-        codes = interop.framework_of(codes, "out").view(codes, "out")
+        codes = interop.framework_of(codes, f"{name}.data").view(codes, f"{name}.data")
     place = place_of(codes)
     return None if place is None else overwrite_counts[place]
 

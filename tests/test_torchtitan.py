@@ -12,7 +12,11 @@ from oracles import torch_swiglu
 
 pytest.importorskip("torchtitan")
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    DeepEPTokenDispatcher,
+    HybridEPTokenDispatcher,
+    LocalTokenDispatcher,
+)
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.qwen3 import model_registry
 
@@ -175,3 +179,29 @@ def test_experts_that_a_later_converter_replaces_raise():
     both.inner_experts = config(GptOssGroupedExperts).inner_experts
     with pytest.raises(NotImplementedError, match="inner_experts: got GptOssGroupedExperts; wanted Group"):
         both.build()
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "option", "value"),
+    [
+        (HybridEPTokenDispatcher, "non_blocking_capacity_factor", 0.5),
+        (HybridEPTokenDispatcher, "non_blocking_capacity_factor", 1.0),
+        (DeepEPTokenDispatcher, "cudagraphable", True),
+    ],
+)
+def test_dispatchers_without_synchronisation_raise(dispatcher, option, value):
+    """The dispatcher is not used, and the host reads row counts: the option would have no effect."""
+    blocking, other = (
+        dispatcher.Config(num_experts=E, top_k=K, num_max_tokens_per_rank=B * L, **options)
+        for options in ({}, {option: value})
+    )
+    given = config()
+    given.token_dispatcher = other
+    message = f"{option}: got {value} .*wanted .*comm_backend"
+    with pytest.raises(NotImplementedError, match=message):
+        converted(given)
+    given.token_dispatcher = blocking
+    new = converted(given)
+    new.token_dispatcher = other  # as torchtitan's overrides do, after the converters
+    with pytest.raises(NotImplementedError, match=message):
+        new.build()
