@@ -256,6 +256,15 @@ def test_options_of_compare_are_rejected_by_other_benchmarks(option, capsys):
     assert option[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["layer", "layer.xyz", "layer.svg.txt"])
+def test_a_picture_of_another_kind_is_refused_before_anything_runs(name, small, tmp_path, capsys):
+    arguments = ["bench", "compare", "--device", "cpu", "--picture", str(tmp_path / name)]
+    assert main(arguments) == 2
+    read = capsys.readouterr()
+    assert f"--picture: got {tmp_path / name}; wanted a name that ends in .svg or .png" in read.err
+    assert not read.out
+
+
 def test_one_part_alone(small, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--part"]
