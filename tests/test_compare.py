@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -197,6 +198,8 @@ def test_the_call_of_torchao(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     for name in ("torchao, FP8 rows", "torchao compiled, FP8 rows"):
         held_to_float64(named(compare_layer.LAYER, name), compare_layer.LAYER)
+    page = (Path(__file__).parents[1] / "docs/migration/torchao.md").read_text()
+    assert all(f"`{name}(" in page for name in vars(prototype.moe_training))
 
 
 def test_the_call_of_sonicmoe(monkeypatch):
