@@ -106,7 +106,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
     plan = jax_ops.plan_routing_map(mask, align_size=align, num_out_tokens=rows)
-    moved = jax_ops._permute_op(x, plan, *probs)
+    moved = jax_ops._permute_op(x, plan, *probs, zero_unweighted=bool(probs))
     counts = plan.padded_tokens_per_expert if align > 1 else plan.tokens_per_expert
     results = moved.data, plan.row_id_map, plan.pad_offsets, counts
     return (*results, moved.probs) if probs else results
@@ -149,11 +149,12 @@ def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore
     counts, pads = row_maps.padded_counts(jnp, jax.lax.psum(local, axes) if axes else local, align)
     row_map, overflow = row_maps.map_of_mask(jnp, mask, pads, rows)
     token, expert = row_maps.row_sources(jnp, row_map, pads, rows)
-    data = _rows_of(x, token)
+    data, entries = _rows_of(x, token), [_entries_of(p, token, expert) for p in probs]
+    for of_rows in entries:
+        data = without_unweighted(data, of_rows)
     if jnp.issubdtype(data.dtype, jnp.floating):
         data = jnp.where(overflow > 0, jnp.nan, data).astype(data.dtype)
-    results = data, row_map, pads, counts
-    return (*results, _entries_of(probs[0], token, expert)) if probs else results
+    return data, row_map, pads, counts, *entries
 
 
 def _probs_part(axes, devices, rows, row_map, pads, probs):  # type: ignore[no-untyped-def]
@@ -196,6 +197,11 @@ def _rows_of(x: Any, token: Any) -> Any:
 
 def _entries_of(x: Any, token: Any, expert: Any) -> Any:
     return x.at[token, expert].get(mode="fill", fill_value=0)
+
+
+def without_unweighted(data: Any, probs: Any) -> Any:
+    """Rows with zeros where the probability is 0, as the kernels' ``zero_unweighted``."""
+    return jnp.where(probs[:, None] == 0, jnp.zeros((), data.dtype), data)
 
 
 def _to_entries(values: Any, token: Any, expert: Any, row_map: Any) -> Any:

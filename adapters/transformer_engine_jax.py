@@ -49,7 +49,8 @@ def token_dispatch(
     num_out_tokens : int
         Number of routed rows, static while tracing.
     probs : jax.Array, floating point, as routing_map, or None
-        Routing probabilities, permuted too.
+        Routing probabilities, permuted too. A row with a probability of exactly 0.0 becomes zeros, by which
+        callers drop tokens from a routing of fixed width; its gradient still reaches its token.
     align_size : int or None
         Each expert's rows are padded with zeros to a multiple of this number.
 
@@ -108,6 +109,7 @@ def token_dispatch(
     )
     if separate_probs:
         moved = jax_tokens.probs_of_rows(row_map, pads, flat, rows)
+        data = jax_tokens.without_unweighted(data, moved)
     return data, moved, row_map, None if align_size is None else pads, counts
 
 

@@ -66,7 +66,7 @@ def main(
     ImportError
         Without torch, which is needed to call every library; for a picture, without matplotlib.
     ValueError
-        For a picture without the part "layer".
+        For a picture without the part "layer", or of another kind than SVG and PNG.
     """
     for package in ("torch", "matplotlib") if picture is not None else ("torch",):
         if importlib.util.find_spec(package) is None:
@@ -79,6 +79,8 @@ def main(
         raise ValueError(
             f"--picture: got it with the parts {named}; wanted {LAYER.name!r}, which it shows, too"
         )
+    if picture is not None and picture.suffix not in (".svg", ".png"):
+        raise ValueError(f"--picture: got {picture}; wanted a name that ends in .svg or .png")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = ON_THE_CPU if device == "cpu" else QUICK if quick else SHAPES

@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -197,6 +198,8 @@ def test_the_call_of_torchao(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     for name in ("torchao, FP8 rows", "torchao compiled, FP8 rows"):
         held_to_float64(named(compare_layer.LAYER, name), compare_layer.LAYER)
+    page = (Path(__file__).parents[1] / "docs/migration/torchao.md").read_text()
+    assert all(f"`{name}(" in page for name in vars(prototype.moe_training))
 
 
 def test_the_call_of_sonicmoe(monkeypatch):
@@ -254,6 +257,15 @@ def test_draw_requires_layer_rows_of_one_device(tmp_path):
 def test_options_of_compare_are_rejected_by_other_benchmarks(option, capsys):
     assert main(["bench", "plan", "--quick", "--device", "cpu", *option]) == 2
     assert option[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["layer", "layer.xyz", "layer.svg.txt"])
+def test_a_picture_of_another_kind_is_refused_before_anything_runs(name, small, tmp_path, capsys):
+    arguments = ["bench", "compare", "--device", "cpu", "--picture", str(tmp_path / name)]
+    assert main(arguments) == 2
+    read = capsys.readouterr()
+    assert f"--picture: got {tmp_path / name}; wanted a name that ends in .svg or .png" in read.err
+    assert not read.out
 
 
 def test_one_part_alone(small, tmp_path, capsys):

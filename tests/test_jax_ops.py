@@ -614,6 +614,33 @@ def test_transformer_engines_names(align, jit):
     np.testing.assert_allclose(dprobs.reshape(T, E), wanted_dp, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "float8_e4m3fn"])
+@pytest.mark.parametrize("align", [None, 4])
+@pytest.mark.parametrize("jit", [False, True])
+def test_rows_of_probability_zero(jit, align, dtype):
+    """As in Transformer Engine a row whose probability is 0 becomes zeros, by which callers drop tokens from
+    a routing of fixed width; its gradient still reaches its token."""
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    mask = np.zeros((T, E), bool)
+    np.put_along_axis(mask, np.argsort(RNG.random((T, E)), axis=1)[:, :2], True, axis=1)
+    probs = np.where(RNG.random((T, E)) < 0.5, RNG.random((T, E)) + 0.5, 0).astype(np.float32)
+    x = jnp.asarray(RNG.integers(1, 9, (T, H)), dtype)  # numbers that each of the dtypes has
+
+    def dispatch(x, probs):
+        return te.token_dispatch(x, jnp.asarray(mask), 2 * T, probs, align)[:2]
+
+    rows, moved = (jax.jit(dispatch) if jit else dispatch)(x, jnp.asarray(probs))
+    kept, wanted_probs, place = plain_dispatch(np.asarray(x), mask, probs, align or 1, len(rows))
+    for (t, e), at in place.items():
+        kept[at] = np.where(probs[t, e] == 0, 0, kept[at])
+    np.testing.assert_array_equal(np.asarray(rows).astype(np.float32), kept.astype(np.float32))
+    np.testing.assert_array_equal(moved, wanted_probs)
+    if dtype == "float32":
+        dx = jax.grad(lambda x: dispatch(x, jnp.asarray(probs))[0].sum())(x)
+        np.testing.assert_array_equal(dx, np.full((T, H), 2))
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_transformer_engines_chunk_sort(jit):
     from fp8moe.adapters import transformer_engine_jax as te
