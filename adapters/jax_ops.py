@@ -642,7 +642,7 @@ def operands(
             raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
         elif name != "x" and a.ndim != 3:
             raise ValueError(
-                f"{name}: got shape {list(a.shape)}; wanted three dimensions, the first of which is of experts"
+                f"{name}: got shape {list(a.shape)}; wanted three dimensions, the first of experts"
             )
         elif not a.ndim:
             raise ValueError(f"{name}: got shape []; wanted [..., H]")

@@ -577,9 +577,9 @@ class FP8FlowMoE(nn.Module):
             w = getattr(self, name)
             if _is_freed(w):
                 raise TypeError(
-                    f"{name}: got a weight that FullyShardedDataParallel gathers for its forward only; wanted "
-                    "the whole weight; use fully_shard in its place, or leave out weights_unchanged() and "
-                    "quantize_weights()"
+                    f"{name}: got a weight that FullyShardedDataParallel gathers for its forward only; "
+                    "wanted the whole weight; use fully_shard in its place, or leave out "
+                    "weights_unchanged() and quantize_weights()"
                 )
             if w is not getattr(self, name):
                 raise RuntimeError(
@@ -780,8 +780,8 @@ def _view(w: Tensor) -> Any:
 
 
 def _is_freed(w: Tensor) -> bool:
-    """Whether it is a weight of FullyShardedDataParallel outside of its forward: without memory, whose address
-    must not be read, or with use_orig_params a part of a vector."""
+    """Whether it is a weight of FullyShardedDataParallel outside of its forward: without memory, whose
+    address must not be read, or with use_orig_params a part of a vector."""
     local = _local_tensor_of(w)
     freed = local.numel() > 0 and local.untyped_storage().nbytes() == 0
     return freed or (w.ndim == 1 and hasattr(w, "_fsdp_flattened"))

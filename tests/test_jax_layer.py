@@ -333,7 +333,7 @@ def test_other_numbers_of_dimensions_raise(recipe, axis_name):
     given = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs}
     row = {"x": x[0, 0], "topk_ids": ids[0, 0], "topk_probs": probs[0, 0]}
     for name, changed, wanted in (
-        ("w13", {"w13": (w1[0], w3[0])}, "three dimensions, the first of which is of experts"),
+        ("w13", {"w13": (w1[0], w3[0])}, "three dimensions, the first of experts"),
         ("w13", {"w13": w1[None]}, "three dimensions"),
         ("w2", {"w2": w2[0]}, "three dimensions"),
         ("x", {"x": jnp.ones(())}, r"\[\.\.\., H\]"),

@@ -796,7 +796,9 @@ def changed_shards(rank, folder):
         for flat in (True, False):  # its weights have no memory between forwards, or are parts of a vector
             parent = FullyShardedDataParallel(module(), device_id=mesh.device_type, use_orig_params=not flat)
             for keep in (parent.module.quantize_weights, parent.module.weights_unchanged().__enter__):
-                with pytest.raises(TypeError, match=r"w13: got .* FullyShardedDataParallel .* use fully_shard"):
+                with pytest.raises(
+                    TypeError, match=r"w13: got .* FullyShardedDataParallel .* use fully_shard"
+                ):
                     keep()
             assert torch.equal(parent(x), before)
     dist.barrier()
