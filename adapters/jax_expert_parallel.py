@@ -116,6 +116,7 @@ def moe_ffn(
     checks.choice("recompute", recompute, moe.RECOMPUTE)
     checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
+    transposed = checks.flag("transposed", transposed)
     rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed, activation)
     if capacity is not None and not 0 < checks.integer("capacity", capacity, 0) <= rows.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")

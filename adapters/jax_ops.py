@@ -551,6 +551,7 @@ def moe_ffn(
     checks.choice("recompute", recompute, RECOMPUTE)
     checks.options("activation", activation, Activation)
     checks.choice("backend", backend, BACKENDS)
+    transposed = checks.flag("transposed", transposed)
     layer = _Layer(recipe, recompute, activation, transposed, backend, check_limit(num_sms))
     if not isinstance(token_sharding, (jax.sharding.NamedSharding, type(None))):
         raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")
@@ -599,7 +600,7 @@ def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
     require_arrays(x=x, topk_ids=ids, topk_probs=probs)
     leading = x.shape[:-1]
     for name, a in (("topk_ids", ids), ("topk_probs", probs)):
-        if a.shape[:-1] not in (leading, (math.prod(leading),)):
+        if not a.ndim or a.shape[:-1] not in (leading, (math.prod(leading),)):
             wanted = ", ".join(map(str, (*leading, "k")))
             raise ValueError(f"{name}: got shape {list(a.shape)}; wanted [{wanted}], for x {list(x.shape)}")
     return [as_matrix(a) for a in (ids, probs)]
@@ -639,10 +640,21 @@ def operands(
             raise _no_jax_array(name, a)
         elif a.dtype not in checks.FLOATS:
             raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
+        elif name != "x" and a.ndim != 3:
+            raise ValueError(
+                f"{name}: got shape {list(a.shape)}; wanted three dimensions, the first of which is of "
+                "experts"
+            )
+        elif not a.ndim:
+            raise ValueError(f"{name}: got shape []; wanted [..., H]")
     if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):
         raise ValueError(
             f"w13: got a tuple of shapes {[list(w.shape) for w in w13]}; wanted gates and ups, two arrays of "
             "the same shape"
+        )
+    if isinstance(w13, tuple) and recipe != "bf16" and w13[0].dtype != w13[1].dtype:
+        raise TypeError(
+            f"w13: got a tuple of {w13[0].dtype} and {w13[1].dtype}; wanted one dtype; pass both as one"
         )
     if isinstance(w13, tuple) and not activation.gated:
         raise ValueError(

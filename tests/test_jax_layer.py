@@ -324,6 +324,45 @@ def test_different_widths_of_the_weights_raise(recipe, widths, transposed, axis_
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_other_numbers_of_dimensions_raise(recipe, axis_name):
+    layer, options = jax_ops.moe_ffn, {"recipe": recipe}
+    if axis_name is not None:
+        layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    given = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs}
+    row = {"x": x[0, 0], "topk_ids": ids[0, 0], "topk_probs": probs[0, 0]}
+    for name, changed, wanted in (
+        ("w13", {"w13": (w1[0], w3[0])}, "three dimensions, the first of which is of experts"),
+        ("w13", {"w13": w1[None]}, "three dimensions"),
+        ("w2", {"w2": w2[0]}, "three dimensions"),
+        ("x", {"x": jnp.ones(())}, r"\[\.\.\., H\]"),
+        ("topk_ids", {**row, "topk_ids": ids[0, 0, 0]}, r"\[k\]"),
+        ("topk_probs", {**row, "topk_probs": probs[0, 0, 0]}, r"\[k\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: got shape \[.*\]; wanted {wanted}"):
+            layer(**{**given, **changed}, **options)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+def test_parts_of_two_dtypes_raise(recipe):
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    weights = (w1, w3.astype(jnp.bfloat16)), w2
+    with pytest.raises(TypeError, match="w13: got a tuple of float32 and bfloat16; wanted one dtype"):
+        jax_ops.moe_ffn(x, *weights, ids, probs, recipe=recipe)
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+def test_words_for_transposed_raise(axis_name):
+    layer, options = jax_ops.moe_ffn, {"recipe": "bf16"}
+    if axis_name is not None:
+        layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    with pytest.raises(TypeError, match="transposed: got str; wanted True or False"):
+        layer(x, (w1, w3), w2, ids, probs, transposed="false", **options)
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
 def test_other_leading_dimensions_raise(axis_name):
     """Ids and probabilities of [S, B] for tokens of [B, S] would be those of other tokens."""
     layer, options = jax_ops.moe_ffn, {"recipe": "bf16"}
