@@ -227,7 +227,7 @@ def _sums(x: Any, token: Any, tokens: int, weights: Any = None) -> Any:
 def sort_entries(x: Any, order: Any, topk: int) -> Any:
     """[len(order), H]: row r is the row of x [T, H] of the token of entry order[r], with ``topk`` entries per
     token; zeros for entry numbers from T * topk on."""
-    return x.at[order // topk].get(mode="fill", fill_value=0)
+    return jnp.asarray(x).at[order // topk].get(mode="fill", fill_value=0)
 
 
 def _sort_entries_fwd(x, order, topk):  # type: ignore[no-untyped-def]

@@ -372,7 +372,8 @@ class Fp8Padding(torch.nn.Module):
     num_gemms : int
         Number of groups.
     align_size : int or None
-        The multiple: 16 for per-tensor and blockwise FP8, 32 for MXFP8; None: 16.
+        The multiple: 16 for per-tensor and blockwise FP8, 32 for MXFP8; None: 16, where the original follows
+        the active recipe.
 
     Notes
     -----

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from fp8moe import chunk_orders
 from fp8moe.adapters import jax_ops, jax_tokens
@@ -94,6 +95,8 @@ def token_dispatch(
     >>> rows.ravel().tolist(), counts.tolist()
     ([2.0, 1.0, 2.0], [1, 2])
     """
+    if isinstance(num_out_tokens, np.integer):  # as a sum of a NumPy mask
+        num_out_tokens = int(num_out_tokens)
     if not isinstance(num_out_tokens, int) or num_out_tokens <= 0:
         raise ValueError(
             f"num_out_tokens: got {num_out_tokens!r}; wanted the number of routed rows, 1 or more; pass "

@@ -750,6 +750,23 @@ def test_dispatch_by_sorting(align, first):
         np.testing.assert_allclose(np.asarray(result).reshape(true.shape), true, rtol=0, atol=1e-4)
 
 
+def test_numpy_arguments_of_transformer_engines_functions():
+    """The original's functions take NumPy's arrays, and sums of a mask for num_out_tokens."""
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    x, ids = (
+        RNG.standard_normal((T, H)).astype(np.float32),
+        RNG.permuted(np.tile(np.arange(E), (T, 1)), axis=1),
+    )
+    rows, state, _ = te.pure_jax_token_dispatch(x, ids, E, E)
+    y = te.pure_jax_token_combine(np.asarray(rows), state, np.full((T, E), 1 / E, np.float32), E, 1, T)
+    # the products by a power of two are exact; each of E - 1 additions rounds a sum of at most |x|
+    np.testing.assert_allclose(y[0], x, rtol=(E - 1) * 2.0**-24)
+    mask = RNG.random((T, E)) < 0.5
+    counts = te.token_dispatch(x, mask, mask.sum())[4]
+    np.testing.assert_array_equal(counts, mask.sum(0))
+
+
 def test_parameters_of_a_ragged_all_to_all():
     """Every row is sent to its expert's shard, sorted by expert there, and sent back."""
     from fp8moe.adapters import transformer_engine_jax as te
