@@ -354,8 +354,9 @@ class FP8FlowMoE(nn.Module):
     def quantize_weights(self) -> None:
         """Quantise the weights now and keep the FP8 copies.
 
-        Forwards without gradients use the copies until a forward with gradients runs or a change of the
-        weights is detected, including optimizer steps. Not detected, and to be followed by another call, are
+        Forwards without gradients use the copies until a forward with gradients or a compiled forward runs,
+        which releases them, or until a change of the weights is detected, including optimizer steps. Not
+        detected, and to be followed by another call, are
         writes through ``.data`` (also by PEFT's merging) or other memory; writes to weights made under
         ``torch.inference_mode``; collectives such as ``torch.distributed.broadcast``; replays of a CUDA graph
         that contains an optimizer step; writes to the shards of ``fully_shard`` other than an optimizer's or

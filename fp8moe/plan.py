@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
+from fp8moe.record_trees import SYMBOLIC_TYPES
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan
 
 NumOutTokens = int | Literal["exact"] | None
@@ -279,7 +280,11 @@ def is_exact(num_out_tokens: Any) -> bool:
 
 def static_bound(entries: int, num_experts: int, align_size: int) -> int:
     """Upper bound of the padded rows of ``entries`` routed rows, over all routings."""
-    padding = min(num_experts, entries) * (align_size - 1)
+    if type(entries) in SYMBOLIC_TYPES:  # min() would compare, and compile anew for fewer rows than experts
+        occupied = entries.__sym_min__(num_experts)  # type: ignore[attr-defined]
+    else:
+        occupied = min(num_experts, entries)
+    padding = occupied * (align_size - 1)
     return (entries + padding) // align_size * align_size
 
 

@@ -52,15 +52,15 @@ __device__ __forceinline__ float moved_value(float value, int e, int target) {
   return value * power_of_two(min(max(e - target, -40), 40));
 }
 
-// Exponent of a row's scale. `word`: a float32, or (mx) four E8M0 codes of which `part` is selected. For a
-// missing row the word is 0: scale 0 (mx: 2^-127, with zero codes).
+// Exponent of a row's scale. `word`: a float32 that is not negative (or -0), or (mx) four E8M0 codes of which
+// `part` is selected. For a missing row the word is 0: scale 0 (mx: 2^-127, with zero codes).
 __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
   if (mx) {
     const int code = word >> (8 * part) & 0xffu;
     return code == 255 ? NAN_SCALE : code - 127;
   }
   const int normal = (int)(word >> 23 & 0xffu) - 127, subnormal = -118 - __clz(word);
-  return word == 0u ? ZERO_SCALE : word < 0x800000u ? subnormal : normal;
+  return word << 1 == 0u ? ZERO_SCALE : word < 0x800000u ? subnormal : normal;
 }
 
 // Bits of one scale: a float32, or (mx) an E8M0 code.

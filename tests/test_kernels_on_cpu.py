@@ -5,6 +5,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import random
 import threading
 import types
 from dataclasses import replace
@@ -34,6 +35,7 @@ from backend_checks import (
 from cases import (
     BF16,
     GPT_OSS,
+    SEED,
     TILE_OFFSETS,
     assert_nearly_same,
     assert_same,
@@ -292,6 +294,8 @@ def test_transpose(fmt, width):
     ):
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         q = random_rowwise(RNG, int(offsets[-1]), columns, fmt, width, spread)
+        if width == 128:
+            q.scales[(q.scales == 0) & (RNG.random(q.scales.shape) < 0.5)] = -0.0
         for target in ("column", "tile"):
             assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
     for align, target in ((16, "column"), (16, "tile"), (128, "block")):
@@ -370,8 +374,15 @@ def test_transpose_to_blocks(fmt, columns):
         assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
+# Each activation is one more variant of a kernel, which takes 3 s to compile: for MXFP8 and float16 only the
+# default one and another.
+OTHER_ACTIVATION = random.Random(SEED).choice(ACTIVATIONS[1:])
+
+
+@pytest.mark.parametrize(
+    ("block", "activation"),
+    [*(((1, 128), a) for a in ACTIVATIONS), ((1, 32), ACTIVATIONS[0]), ((1, 32), OTHER_ACTIVATION)],
+)
 def test_swiglu(activation, block):
     h = RNG.standard_normal((140, activation.columns(128))) * 4
     h[RNG.random(h.shape) < 0.01] *= 100  # outside the range of the fast sigmoid
@@ -403,8 +414,13 @@ def test_swiglu_rows_of_several_blocks(width, block):
         assert_nearly_same(expected.dh, actual.dh)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("dtype", "width"), [(BF16, 128), (BF16, 1408), (np.float16, 640), (BF16, 72)])
+@pytest.mark.parametrize(
+    ("dtype", "width", "activation"),
+    [
+        *((BF16, width, a) for width in (128, 1408, 72) for a in ACTIVATIONS),
+        *((np.float16, 640, a) for a in (ACTIVATIONS[0], OTHER_ACTIVATION)),
+    ],
+)
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_swiglu_unquantised(dtype, width, activation, with_probs):
     unquantised(both, dtype, 9, width, activation, with_probs)
@@ -758,7 +774,7 @@ def test_grouped_gemm_of_16_bits(dtype, counts, width, depth):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89"])
 def test_grouped_gemm_on_other_tensor_cores(architecture):
     """Codes decoded by integer operations, in wide and narrow tiles, and codes multiplied directly."""
-    x, w, dy, offsets = random_operands([3, 130], 136, 144, ("e5m2", "e4m3"))
+    x, w, dy, offsets = random_operands([3, 130], 136, 144, ("e4m3", "e4m3"))
     expected, actual = both(fp8moe.grouped_gemm, x, w, offsets, architecture=architecture)
     assert relative(actual, expected) <= 2.0**-8
     transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]

@@ -120,6 +120,7 @@ def launches(tmp_path_factory):
     (folder / "broken.cu").write_text(source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "SOURCES", folder)
+        patch.setattr(cuda_on_cpu, "ALIGNMENT_CHECKED", 1)
         library = cuda_on_cpu.library("broken", ())
 
     def launch_of(name):

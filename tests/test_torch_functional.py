@@ -12,7 +12,7 @@ from cases import FP8_NOISE
 from torch.nn.functional import pad
 
 import fp8moe
-from fp8moe import Activation, dispatch, moe
+from fp8moe import Activation, dispatch, layer_checks, recipes
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_functional import (
     moe_experts,
@@ -575,7 +575,7 @@ def test_backend_and_limit_reach_the_products_of_both_directions(monkeypatch, re
     for call, leaves in layers(recipe, "wgmma", num_sms=6).values():
         backends = []
         with monkeypatch.context() as patch:
-            patch.setattr(moe, "check_backend", lambda *arguments, **layer: None)
+            patch.setattr(layer_checks, "check_backend", lambda *arguments, **layer: None)
             for name in ("moe_forward", "moe_forward_permuted", "moe_backward"):
                 patch.setattr(fp8moe, name, without_backend(getattr(fp8moe, name), backends))
             torch.compiler.reset()
@@ -670,7 +670,7 @@ def without_backend(function, backends):
     """The library's function called without backend, with a record of the requested ones."""
 
     def call(first, *arguments, **options):
-        if isinstance(first, moe.Saved):
+        if isinstance(first, recipes.Saved):
             backends.append(("backward", first.backend, first.num_sms))
             return function(replace(first, backend=None, num_sms=None), *arguments, **options)
         asked = {name: options[name] for name in ("backend", "num_sms")}

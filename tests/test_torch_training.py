@@ -202,13 +202,12 @@ def test_checkpointed(recipe, recompute, reentrant, device):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_checkpointing_saves_the_input_only(recipe, device):
-    """Besides y, and a hundredth of the usual amount for autograd's own records."""
+def test_checkpointing_saves_the_input_only(recipe, device, frozen_objects):
     layer, x = module(recipe, device), tokens(device, count=1024)
     held = []
     for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         forward(x).sum().backward()
-        gc.collect()  # else what earlier tests left is freed while this one measures
+        gc.collect()
         tracemalloc.start()
         start = memory(device)
         y = forward(x)
@@ -216,12 +215,14 @@ def test_checkpointing_saves_the_input_only(recipe, device):
         held.append(memory(device) - start - y.nbytes)
         tracemalloc.stop()
         del y
-    assert held[1] < held[0] / 100
+    assert held[0] > x.numel()
+    # autograd's records took 23 kB; the smallest tensor that a layer could save, x in FP8, has 256 KiB
+    assert held[1] <= 2**16
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_forward_without_gradients_leaves_its_result_alone(recipe, recompute, device):
+def test_a_forward_without_gradients_leaves_its_result_alone(recipe, recompute, device, frozen_objects):
     layer, x = module(recipe, device, recompute=recompute), tokens(device, count=1024)
     held = []
     for context in (nullcontext, torch.no_grad, torch.inference_mode):
@@ -485,6 +486,33 @@ def test_other_numbers_of_tokens_do_not_recompile(recipe, dynamic):
         # the first number is compiled as static, unless specified otherwise, and the second as dynamic
         with torch._dynamo.config.patch(error_on_recompile=i > 1):
             assert_equal(results(call, layer, x), wanted)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fewer_routed_rows_than_experts_do_not_recompile(recipe):
+    torch.manual_seed(0)
+    layer = FP8FlowMoE(HIDDEN, FFN, 16, TOPK, recipe=recipe)
+    call = compiled(layer)
+    for i, count in enumerate((64, 100, 7, 8, 2)):
+        x = tokens(count=count)
+        wanted = results(layer, layer, x)
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            assert_equal(results(call, layer, x), wanted)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_number_of_tokens_that_depends_on_data_compiles(recipe):
+    torch.manual_seed(0)
+    layer = FP8FlowMoE(HIDDEN, FFN, 16, TOPK, recipe=recipe)
+    x = tokens()
+    kept = torch.rand(len(x)) < 0.5
+
+    def call(x):
+        return layer(x[kept])
+
+    wanted = results(call, layer, x)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_equal(results(compiled(call), layer, x), wanted)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
@@ -924,7 +952,7 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_memory_of_a_dropped_graph_is_freed_at_once(recipe, recompute, device):
+def test_memory_of_a_dropped_graph_is_freed_at_once(recipe, recompute, device, frozen_objects):
     """Not only when Python's collector next finds a reference cycle."""
     layer, x = module(recipe, device, recompute=recompute), tokens(device, count=1024)
     layer(x).sum().backward()

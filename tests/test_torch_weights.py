@@ -594,6 +594,11 @@ def test_compiled(device, recipe):
         with torch_moe.weights_unchanged(layer), fp8moe.trace() as traced:
             assert_fresh_in_scope(layer, compiled)
         assert traced.weight_casts == 0
+    layer.quantize_weights()
+    assert layer.fp8_weight_nbytes
+    with torch.no_grad():
+        compiled(tokens(device))
+    assert layer.fp8_weight_nbytes == 0
     with torch_moe.weights_unchanged(layer):
         optimizer.step()
         with pytest.raises(Exception, match="got changed weights although they were declared unchanged"):
@@ -843,7 +848,7 @@ def test_a_seed_gives_the_same_weights_in_shards(tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_lifetime_of_fp8_copies(device, recompute):
+def test_lifetime_of_fp8_copies(device, recompute, frozen_objects):
     """For the backward only the transposed codes are held, which it uses (with recompute also fc1's row-wise
     codes), and none after it."""
     layer = module(device, recompute=recompute)

@@ -1,5 +1,5 @@
 """One rank of test_torchtitan.py, with torchtitan's own expert parallelism: ``python torchtitan_rank.py RANK
-FILE BACKEND RECIPE``."""
+FILE``."""
 
 import copy
 import os
@@ -18,13 +18,11 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
 
-RANK, WORLD, BACKEND = int(sys.argv[1]), 2, sys.argv[3]
+RANK, WORLD = int(sys.argv[1]), 2
 os.environ.update(RANK=str(RANK), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(RANK))
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=WORLD)
 parallel_dims.device_type = "cpu"  # without CUDA torchtitan would assume a GPU
 degrees = {"dp_replicate": 1, "dp_shard": WORLD, "cp": 1, "tp": 1, "pp": 1, "ep": WORLD}
-dims = parallel_dims.ParallelDims(**degrees, world_size=WORLD, spmd_backend=BACKEND)
-dims.build_mesh()
 
 
 def results(layer, x, dy):
@@ -35,7 +33,9 @@ def results(layer, x, dy):
     return [y.detach(), x.grad], {n: p.grad for n, p in layer.named_parameters()}
 
 
-for recipe in sys.argv[4:]:
+for backend, recipe in (("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow")):
+    dims = parallel_dims.ParallelDims(**degrees, world_size=WORLD, spmd_backend=backend)
+    dims.build_mesh()
     model = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config(recipe=recipe)]).model
     set_qwen3_sharding_config(model, enable_sp=False, enable_ep=True)
     config = next(iter(model.traverse(MoE.Config)))[1]
