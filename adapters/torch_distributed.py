@@ -6,7 +6,7 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -278,10 +278,12 @@ def dispatch(
     num_experts: int,
     comm: Any,
     gradients: Collection[str],
+    settings: Hashable,
 ) -> Dispatched | DispatchedRows:
-    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs. gradients: as in
-    `fp8moe.expert_parallel.exchange.prepare_dispatch`."""
-    rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm, gradients)
+    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs. gradients and
+    settings: as in `fp8moe.expert_parallel.exchange.prepare_dispatch`."""
+    options = {"gradients": gradients, "settings": settings}
+    rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm, options)
     if isinstance(rest, DispatchedRows):
         return replace(rest, x=rows, probs=probs)
     return replace(rest, x=rows, topk_probs=probs)
@@ -294,9 +296,9 @@ def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, ids, num_experts, comm, gradients):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, probs, ids, num_experts, comm, options):  # type: ignore[no-untyped-def]
         given = x.contiguous(), ids, probs.contiguous(), num_experts, comm, None
-        dispatched = prepare_dispatch(*given, gradients=gradients)(False).wait()
+        dispatched = prepare_dispatch(*given, **options)(False).wait()
         ctx.route, ctx.comm = dispatched.route, comm
         probs = dispatched.probs if isinstance(dispatched, DispatchedRows) else dispatched.topk_probs
         return dispatched.x, probs, dispatched

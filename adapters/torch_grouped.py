@@ -41,7 +41,8 @@ def by_grouped_mm(
         check_comm(comm)
         inputs = {"dx": x, "dprobs": probs, "dw13": w13, "dw2": w2}
         gradients = [name for name, t in inputs.items() if torch.is_grad_enabled() and t.requires_grad]
-        dispatched = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm, gradients)
+        given = x, ids, probs, experts * comm.world_size, comm
+        dispatched = torch_distributed.dispatch(*given, gradients, settings=("bf16", activation))
         if isinstance(dispatched, DispatchedRows):
             operands = dispatched.x, w13, w2, dispatched.tokens_per_expert, dispatched.probs
             options: dict[str, Any] = {"recompute": recompute, "activation": activation}

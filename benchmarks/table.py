@@ -19,7 +19,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = "fp8moe", "fp8moe/expert_parallel", "fp8moe/interop", "kernels_cuda", "adapters", "benchmarks"
+FOLDERS = (
+    "fp8moe",
+    "fp8moe/expert_parallel",
+    "fp8moe/interop",
+    "fp8moe/selftest",
+    "kernels_cuda",
+    "adapters",
+    "benchmarks",
+)
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Rows = list[dict[str, Any]]

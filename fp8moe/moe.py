@@ -269,10 +269,11 @@ def _forward_over_ranks(
         return y
 
     inputs = x, topk_ids, topk_probs, experts * comm.world_size, comm
+    of_all_ranks: dict[str, Any] = {"gradients": gradients, "settings": (recipe, options["activation"])}
     if chunks > 1:
-        y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, gradients=gradients, experts=products)
+        y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, experts=products, **of_all_ranks)
     else:
-        received = prepare_dispatch(*inputs, fmt, gradients=gradients, spare=True)(False).wait()
+        received = prepare_dispatch(*inputs, fmt, spare=True, **of_all_ranks)(False).wait()
         y = combine(products(received), received.route, comm)
     saved = replace(
         saved_chunks[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in saved_chunks[1:])

@@ -473,6 +473,15 @@ def refusals(comm):
     with pytest.raises(ValueError, match=r"overlap_chunks: rank .*nothing was sent"):
         expert_parallel.dispatch(x, ids, probs, E, comm)
     comm.overlap_chunks = chunks
+    recipes = "bf16" if RANK == 1 else "fp8_blockwise"  # which send the same rows
+    activations = Activation("geglu") if RANK == 1 else Activation()
+    for options in ({"recipe": recipes}, {"recipe": "bf16", "activation": activations}):
+        w13, w2 = (put(np.ones((2, *shape)).astype(BF16)) for shape in ((2 * F, H), (H, F)))
+        with pytest.raises(ValueError, match=r"recipe and activation, .* rank \d has .*nothing was sent"):
+            fp8moe.moe_forward(x, w13, w2, ids, probs, comm=comm, **options)
+    module = FP8FlowMoE(H, F, E, 2, recipe="bf16", process_group=comm, activation=activations, device=DEVICE)
+    with pytest.raises(ValueError, match=r"recipe and activation, .* rank \d has .*nothing was sent"):
+        module(torch.ones(4, H, dtype=torch.bfloat16, device=DEVICE))
     with pytest.raises(ValueError, match="num_experts"):
         expert_parallel.dispatch(x, ids, probs, E + 1, comm)
     with pytest.raises(ValueError, match="room: got 0"):

@@ -17,6 +17,7 @@ from fp8moe import info, selftest
 from fp8moe.__main__ import main
 from fp8moe.benchmarks import harness
 from fp8moe.demo import train
+from fp8moe.formats import FLOAT8_DTYPES
 
 
 def call(*arguments):
@@ -140,10 +141,10 @@ def test_selftest_detects_one_wrong_value(verb, monkeypatch):
 def test_selftest_detects_a_wrong_number_format(name, monkeypatch):
     """Of another build of ml_dtypes, which reference and kernels' tables would follow."""
     wrong = {"float8_e4m3fn": ml_dtypes.float8_e4m3, "float8_e5m2": ml_dtypes.float8_e5m2fnuz}[name]
-    fmt = next(f for f, dtype in selftest.FLOAT8_DTYPES.items() if dtype == np.dtype(name))
-    monkeypatch.setitem(selftest.FLOAT8_DTYPES, fmt, np.dtype(wrong))
+    fmt = next(f for f, dtype in FLOAT8_DTYPES.items() if dtype == np.dtype(name))
+    monkeypatch.setitem(FLOAT8_DTYPES, fmt, np.dtype(wrong))
     with pytest.raises(ValueError, match=f"values of {fmt}"):
-        selftest.check_formats(selftest.Inputs(0))
+        selftest.CHECKS["number formats"](selftest.Inputs(0))
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -14,6 +14,7 @@ from fp8moe import info
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
+PARTS = "fp8moe/expert_parallel", "fp8moe/reference", "fp8moe/selftest"
 ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 
 
@@ -39,7 +40,7 @@ def below(name, *prefixes):
 
 @pytest.mark.parametrize(
     "path",
-    [p for folder in ("fp8moe", "fp8moe/expert_parallel", "fp8moe/reference") for p in files(folder)],
+    [p for folder in ("fp8moe", *PARTS) for p in files(folder)],
     ids=lambda p: p.stem,
 )
 def test_library_imports_no_framework(path):
@@ -149,7 +150,16 @@ def test_the_links_are_relative(link):
 
 
 @pytest.mark.parametrize(
-    "folder", ["fp8moe", "fp8moe/demo", "fp8moe/expert_parallel", "fp8moe/reference", "adapters", "examples"]
+    "folder",
+    [
+        "fp8moe",
+        "fp8moe/demo",
+        "fp8moe/expert_parallel",
+        "fp8moe/reference",
+        "fp8moe/selftest",
+        "adapters",
+        "examples",
+    ],
 )
 def test_benchmarks_are_imported_by_their_command_only(folder):
     for path in files(folder):

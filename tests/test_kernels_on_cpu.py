@@ -590,7 +590,7 @@ def wgrad_agrees(transposed, offsets, backend):
 
 
 class OnHarness:
-    """The parts of CuPy that `selftest.CudaCheck` uses, for kernels that run on the CPU."""
+    """The parts of CuPy that `selftest.cuda.CudaCheck` uses, for kernels that run on the CPU."""
 
     asarray, asnumpy = staticmethod(cuda_on_cpu.upload), staticmethod(cuda_on_cpu.download)
 
@@ -598,7 +598,7 @@ class OnHarness:
 @pytest.mark.parametrize("wrong", [None, "wgmma", "mma", "plain"])
 def test_cuda_selftest_of_products_detects_a_wrong_backend(monkeypatch, wrong):
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(selftest, "PRODUCT_ROWS", 144)
+    monkeypatch.setattr(selftest.cuda, "PRODUCT_ROWS", 144)
     make = grouped_gemm.grouped_gemm_wgrad
 
     def broken(dy, x, *arguments, backend, **options):
@@ -606,7 +606,7 @@ def test_cuda_selftest_of_products_detects_a_wrong_backend(monkeypatch, wrong):
         make(*operands, *arguments, backend=backend, **options)
 
     monkeypatch.setattr(grouped_gemm, "grouped_gemm_wgrad", broken)
-    check = selftest.CudaCheck(OnHarness, [selftest.Inputs(int(RNG.integers(2**32)))])
+    check = selftest.cuda.CudaCheck(OnHarness, [selftest.Inputs(int(RNG.integers(2**32)))])
     if wrong is None:
         check.checks()["grouped products"]()
     else:

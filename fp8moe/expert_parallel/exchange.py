@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import zlib
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from fp8moe import checks, counters
@@ -98,6 +100,7 @@ def prepare_dispatch(
     *,
     gradients: Collection[str],
     spare: bool = False,
+    settings: Hashable = None,
 ) -> Callable[[bool], Pending]:
     """`dispatch` up to the sending of rows, which the returned function performs: every rank has announced
     its counts by then. The function takes ``async_op``.
@@ -108,6 +111,7 @@ def prepare_dispatch(
     spare: the received arrays get a few additional rows (`with_spare`), zeros with ids -1. Successive steps
     then mostly have equal shapes, for which launches are planned once: replanning a layer's forward and
     backward costs the host 1 ms.
+    settings: the layer's recipe and activation, which must be equal on all ranks.
     """
     engine, world = _engine(comm), comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
@@ -127,6 +131,7 @@ def prepare_dispatch(
     experts, topk = num_experts // world, topk_ids.shape[1]
     block = message.like.block if isinstance(message.like, QuantTensor) else None
     header = {
+        "recipe and activation, by a checksum of their names": _checksum(settings),
         "hidden": x.shape[1],
         "topk": topk,
         "num_experts": num_experts,
@@ -163,6 +168,12 @@ def prepare_dispatch(
         transport = comm
         return lambda async_op: exchange_rows(rows, message.row_bytes, route.counts, transport).then(arrived)
     return lambda async_op: _send(message, route, comm, async_op).then(arrived)
+
+
+@lru_cache
+def _checksum(settings: Hashable) -> int:
+    """31 bits, equal for equal settings in all processes."""
+    return zlib.crc32(repr(settings).encode()) >> 1
 
 
 def combine(

@@ -14,7 +14,7 @@ At most two exchanges are in flight, and each is waited for before the second on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from fp8moe.expert_parallel.exchange import (
@@ -42,17 +42,18 @@ def overlapped_forward(
     fmt: str | None,
     chunks: int,
     gradients: Collection[str],
+    settings: Hashable,
     experts: Callable[[Dispatched], Any],
 ) -> Any:
-    """y [T, H]; ``experts`` computes the results of received rows, chunk by chunk. gradients: as in
-    `prepare_dispatch`."""
+    """y [T, H]; ``experts`` computes the results of received rows, chunk by chunk. gradients and settings: as
+    in `prepare_dispatch`."""
     tokens = topk_ids.shape[0]
     bounds = chunk_bounds(tokens, chunks)
 
     def prepare(chunk: int) -> Callable[[bool], Pending]:
         rows, ids, probs = (part_of(a, *bounds[chunk]) for a in (x, topk_ids, topk_probs))
         given = rows, ids, probs, num_experts, comm, fmt
-        return prepare_dispatch(*given, gradients=gradients, spare=True)
+        return prepare_dispatch(*given, gradients=gradients, spare=True, settings=settings)
 
     pending, y, back = prepare(0)(True), None, None
     # hosts that wait for counts wait here, before any products
