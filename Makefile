@@ -4,7 +4,7 @@ PYTHON ?= python3
 # A machine with an NVIDIA driver gets the CUDA backend too, for the driver's CUDA version.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,cuda\1/p')
 
-.PHONY: test test-minimum lint docs build demo sanitize clean
+.PHONY: test test-minimum lint types-library types-client docs build demo sanitize clean
 
 # One process a core, four at most (1 to 2 GB each): NumPy's and torch's own threads would take each other's time.
 test: .venv/ready lint
@@ -31,9 +31,14 @@ CLIENT := --strict --config-file= --follow-imports=silent --ignore-missing-impor
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
-	.venv/bin/mypy $(CLIENT) tests/typed_client.py
+	$(MAKE) --no-print-directory -j2 -O types-library types-client
 	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r .venv/bin/clang-format --dry-run --Werror
+
+# Each takes a core for 50 s.
+types-library:
+	.venv/bin/mypy
+types-client:
+	.venv/bin/mypy $(CLIENT) tests/typed_client.py
 
 # The documentation site, into site/: a broken link or an unknown name fails.
 docs: .venv/ready
