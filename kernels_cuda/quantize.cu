@@ -158,6 +158,9 @@ __device__ __forceinline__ uint4 staged_rows(const u8* stage, u32 step) {
   return step / 2 ? make_uint4(v.z, v.w, v.x, v.y) : v;
 }
 
+// five thread blocks per SM spill 8 bytes on sm_86
+#define WEIGHT_BLOCKS (KIND == F32 ? 3 : __CUDA_ARCH__ == 860 ? 4 : 5)
+
 // (128, 128) blocks: codes and scales, and unless `transposed` is null those of the transposed matrices.
 // Arguments: x [matrices, rows, columns]; codes, at the first row and column of x within [matrices, out_rows,
 //   out_columns]; transposed likewise within [matrices, out_columns, out_rows]; scales within [matrices,
@@ -170,7 +173,7 @@ __device__ __forceinline__ uint4 staged_rows(const u8* stage, u32 step) {
 //   holds 8 x 8 values: rows are stored from registers in whole lines of 128 bytes, columns through 16 KB of
 //   swizzled shared memory without bank conflicts, also in lines of 128 bytes. Streaming stores: 32 x 4096 x
 //   7168 bfloat16 969 us, ordinary ones 1005. The order of the blocks makes no difference.
-extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5)
+extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, WEIGHT_BLOCKS)
     quantize_weights(const void* x, i64 rows, i64 columns, i64 out_rows, i64 out_columns, i64 up, float eps,
                      u8* codes, float* scales, u8* transposed, float* transposed_scales) {
   pdl_wait();
