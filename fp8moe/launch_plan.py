@@ -121,7 +121,7 @@ class DryRun(Call):
         if self.device != NOWHERE:
             raise NotPlannable
         raise TypeError(
-            'num_out_tokens: got "exact", the default for a mask without topk, where values are not known yet, '
+            'num_out_tokens: got "exact", the default for a mask without topk, where values are not known, '
             "as under jax.jit; wanted a number; pass num_out_tokens as a number, or topk= for a mask"
         )
 
