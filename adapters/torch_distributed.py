@@ -6,7 +6,7 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe import checks, expert_parallel
+from fp8moe import Activation, checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
 from fp8moe.adapters.torch_lost_ranks import LostRankWatch, RankLost
 from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
@@ -278,7 +278,7 @@ def dispatch(
     num_experts: int,
     comm: Any,
     gradients: Collection[str],
-    settings: Hashable,
+    settings: tuple[str, Activation],
 ) -> Dispatched | DispatchedRows:
     """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs. gradients and
     settings: as in `fp8moe.expert_parallel.exchange.prepare_dispatch`."""

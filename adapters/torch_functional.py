@@ -452,9 +452,10 @@ def quantize_fp8_weights(
 def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
     """Raises if fp8_weights do not have the shapes that `_quantized` gives; otherwise only a backward would
     fail."""
-    if len(fp8_weights) != 2 or not all(isinstance(w, Quantized) for w in fp8_weights):
-        kinds = ", ".join(type(w).__name__ for w in fp8_weights)
-        raise TypeError(f"fp8_weights: got ({kinds}); wanted the two Quantized of quantize_fp8_weights")
+    pair = isinstance(fp8_weights, (tuple, list))
+    if not pair or len(fp8_weights) != 2 or not all(isinstance(w, Quantized) for w in fp8_weights):
+        got = f"({', '.join(type(w).__name__ for w in fp8_weights)})" if pair else type(fp8_weights).__name__
+        raise TypeError(f"fp8_weights: got {got}; wanted the two Quantized of quantize_fp8_weights")
     for name, codes, w in zip(("w13", "w2"), fp8_weights, weights, strict=True):
         if isinstance(w, Quantized):
             expected = tuple(w.columnwise.shape)

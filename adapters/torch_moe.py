@@ -85,7 +85,7 @@ class FP8FlowMoE(nn.Module):
         ``fully_shard`` over another dimension of the mesh can be combined with it (see
         `fp8moe.adapters.torch_sharding`, which also has optimizer groups and gradient clipping for models
         that contain plain tensors too). State dicts with plain tensors, of all experts or of this rank's, can
-        be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row counts once per forward, so
+        be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row counts in every forward, so
         the forward cannot be captured in a CUDA graph, unless it is given a
         `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is replicated on
         every rank: sum its gradient over the ranks, like that of any other parameter. The gradients of w13

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
     verbs.add_parser("info", help="versions, devices, which backends and adapters work, what to install")
 
-    selftest = verbs.add_parser("selftest", help="check all operations of all backends against the oracle")
+    selftest = verbs.add_parser("selftest", help="check every operation against independent arithmetic")
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
     selftest.add_argument("--seed", type=_seed, default=None, help="seed of the inputs (default: random)")
 

@@ -412,7 +412,7 @@ def powers_of_two(call: Any, name: str, q: QuantTensor) -> None:
     if len(invalid):
         row, block = invalid[0]
         raise ValueError(
-            f"{name}.scales: got {scales[row, block]!r} at row {row}, block {block}; wanted powers of two, "
+            f"{name}.scales: got {scales[row, block]} at row {row}, block {block}; wanted powers of two, "
             "because a change of any other scale would round every value; quantise with pow2=True"
         )
 

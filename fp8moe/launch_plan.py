@@ -121,8 +121,8 @@ class DryRun(Call):
         if self.device != NOWHERE:
             raise NotPlannable
         raise TypeError(
-            "this call looks at values, which are not known yet; pass num_out_tokens as a number, or to "
-            "plan_routing_map topk="
+            'num_out_tokens: got "exact", the default for a mask without topk, where values are not known, '
+            "as under jax.jit; wanted a number; pass num_out_tokens as a number, or topk= for a mask"
         )
 
     def depends_on_values(self) -> None:

@@ -343,8 +343,8 @@ def moe_forward_permuted(
         The activation between the two GEMMs.
     align_size : int
         Each expert's rows in x are already padded to a multiple of it, with zero rows and zero probs, which
-        ``tokens_per_expert`` may or may not include. With a multiple of 128 the FP8 recipes need no padding
-        of their own. On CUDA the padding is checked only with FP8MOE_CHECK=1.
+        ``tokens_per_expert`` may or may not include. The FP8 recipes accept 1 and multiples of 128; the
+        latter need no padding inside. On CUDA the padding is checked only with FP8MOE_CHECK=1.
     gradients : collection of str
         As for `moe_forward`; "dprobs" is the gradient of ``probs``.
     backend : str or None

@@ -11,7 +11,14 @@ from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.layout import blocked_rows_spec
-from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
+from fp8moe.plan import (
+    NumOutTokens,
+    is_exact,
+    raw_plan_routing_map,
+    raw_plan_topk,
+    requested_rows,
+    static_bound,
+)
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 #: blocks whose scales are permuted with their rows
@@ -36,7 +43,7 @@ def permute(
         An array of any dtype, or a row-wise compact `QuantTensor` (one scale per tensor, 1x128, MXFP8,
         NVFP4), whose scales are permuted with its rows.
     plan : PermutationPlan
-        From `plan_topk` or `plan_routing_map`, for the T tokens of ``x``.
+        A plan for the T tokens of ``x``.
     probs : ArrayLike, floating point, [T, k] or [T, E], or None
         [T, k] for a plan from top-k ids, [T, E] for one from a mask. Rows with probability 0.0 are permuted,
         too.
@@ -606,7 +613,7 @@ def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_token
         count_values = call.to_host(counts) if exact else call.values(counts)
     rows_out = bound if verb == "pad" else rows
     if num_out_tokens is not None and not exact:
-        rows_out = checks.integer("num_out_tokens", num_out_tokens, 0)
+        rows_out = requested_rows(num_out_tokens)
     if count_values is not None:
         checks.counts("tokens_per_expert", count_values, rows, "x")
         end, end_padded = int(count_values.sum()), _last_row(count_values, align_size)

@@ -264,7 +264,7 @@ def plan_spec(
     if num_experts > checks.MAX_EXPERTS:
         raise ValueError(f"num_experts: got {num_experts}; wanted at most {checks.MAX_EXPERTS}")
     requested = None if num_out_tokens is None or is_exact(num_out_tokens) else num_out_tokens
-    rows = 0 if requested is None else checks.integer("num_out_tokens", requested, 0)
+    rows = 0 if requested is None else requested_rows(requested)
     if requested is None or type(num_tokens) is int:  # not for symbols: a check would add guards
         bound = static_bound(num_tokens * width, num_experts, align_size)
         checks.int32_offsets(num_tokens * width, num_experts, align_size, bound)
@@ -276,6 +276,13 @@ def plan_spec(
 
 def is_exact(num_out_tokens: Any) -> bool:
     return isinstance(num_out_tokens, str) and num_out_tokens == "exact"
+
+
+def requested_rows(num_out_tokens: Any) -> int:
+    """Check a ``num_out_tokens`` that is neither "exact" nor None."""
+    if isinstance(num_out_tokens, str):
+        raise ValueError(f'num_out_tokens: got {num_out_tokens!r}; wanted an integer, "exact" or None')
+    return checks.integer("num_out_tokens", num_out_tokens, 0)
 
 
 def static_bound(entries: int, num_experts: int, align_size: int) -> int:

@@ -483,6 +483,7 @@ def test_fp8_weights_argument():
         ({"w2": torch.ones(E, H + 8, F)}, ValueError, rf"w2: got shape .* wanted \[4, {H}, F\]"),
         ({"x": torch.ones(T, H + 8).bfloat16()}, ValueError, rf"w13: got shape .* wanted \[E, F, {H + 8}\]"),
         ({"recipe": "fp8_flow", "fp8_weights": (1,)}, TypeError, r"fp8_weights: got \(int\); wanted the two"),
+        ({"recipe": "fp8_flow", "fp8_weights": 1}, TypeError, "fp8_weights: got int; wanted the two"),
         ({"recipe": "bf16", "fp8_weights": (1, 2)}, ValueError, 'fp8_weights: got some with recipe "bf16"'),
         ({"activation": "silu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
     ],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from fp8moe import checks, counters
+from fp8moe.activation import Activation
 from fp8moe.dispatch import enter
 from fp8moe.expert_parallel.messages import (
     FLOATS,
@@ -40,6 +41,7 @@ from fp8moe.expert_parallel.protocols import (
 )
 from fp8moe.permute import unpermute
 from fp8moe.quantize import dequantize
+from fp8moe.recipes import RECIPES
 from fp8moe.records import QuantTensor
 
 
@@ -100,7 +102,7 @@ def prepare_dispatch(
     *,
     gradients: Collection[str],
     spare: bool = False,
-    settings: Hashable = None,
+    settings: tuple[str | None, Activation | None] = (None, None),
 ) -> Callable[[bool], Pending]:
     """`dispatch` up to the sending of rows, which the returned function performs: every rank has announced
     its counts by then. The function takes ``async_op``.
@@ -111,7 +113,7 @@ def prepare_dispatch(
     spare: the received arrays get a few additional rows (`with_spare`), zeros with ids -1. Successive steps
     then mostly have equal shapes, for which launches are planned once: replanning a layer's forward and
     backward costs the host 1 ms.
-    settings: the layer's recipe and activation, which must be equal on all ranks.
+    settings: the layer's recipe and activation, which must be equal on all ranks; None for neither.
     """
     engine, world = _engine(comm), comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
@@ -129,9 +131,11 @@ def prepare_dispatch(
     plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
     experts, topk = num_experts // world, topk_ids.shape[1]
+    recipe, activation = settings
     block = message.like.block if isinstance(message.like, QuantTensor) else None
     header = {
-        "recipe and activation, by a checksum of their names": _checksum(settings),
+        f"recipe, of {', '.join(RECIPES)}": -1 if recipe is None else RECIPES.index(recipe),
+        "activation, by a checksum of its fields": _checksum(activation),
         "hidden": x.shape[1],
         "topk": topk,
         "num_experts": num_experts,
@@ -171,9 +175,9 @@ def prepare_dispatch(
 
 
 @lru_cache
-def _checksum(settings: Hashable) -> int:
-    """31 bits, equal for equal settings in all processes."""
-    return zlib.crc32(repr(settings).encode()) >> 1
+def _checksum(activation: Activation | None) -> int:
+    """31 bits, equal for equal activations in all processes."""
+    return zlib.crc32(repr(activation).encode()) >> 1
 
 
 def combine(

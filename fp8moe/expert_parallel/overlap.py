@@ -14,9 +14,10 @@ At most two exchanges are in flight, and each is waited for before the second on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from fp8moe.activation import Activation
 from fp8moe.expert_parallel.exchange import (
     combine,
     combine_backward,
@@ -42,7 +43,7 @@ def overlapped_forward(
     fmt: str | None,
     chunks: int,
     gradients: Collection[str],
-    settings: Hashable,
+    settings: tuple[str, Activation],
     experts: Callable[[Dispatched], Any],
 ) -> Any:
     """y [T, H]; ``experts`` computes the results of received rows, chunk by chunk. gradients and settings: as
