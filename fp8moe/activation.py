@@ -64,7 +64,8 @@ class Activation(Options):
             ("alpha", checks.number("alpha", self.alpha, 0.0)),
             ("linear_offset", checks.number("linear_offset", self.linear_offset, -np.inf)),
         ):
-            object.__setattr__(self, name, value)
+            # -0.0 becomes 0.0: ranks compare representations
+            object.__setattr__(self, name, value if value is None else value + 0.0)
         if self.kind != "swiglu" and self.alpha != 1.0:
             raise ValueError(f'alpha: got {self.alpha} with kind={self.kind!r}; wanted it with "swiglu" only')
         if self.kind == "quick_geglu":

@@ -171,6 +171,12 @@ def test_gradients_that_overflow_are_infinite():
     assert np.isposinf(fp8moe.swiglu_quantize_backward(grad, h, probs).dprobs).all()
 
 
+def test_negative_zeros_of_an_activation_become_zeros():
+    """Ranks compare representations."""
+    activation = Activation(clamp=-0.0, alpha=-0.0, linear_offset=-0.0)
+    assert repr(activation) == repr(Activation(clamp=0.0, alpha=0.0, linear_offset=0.0))
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
