@@ -8,7 +8,7 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,
 
 # One process more than cores, since tests wait for ranks that they start (694 s instead of 742 on two cores), and
 # four at most (1 to 2 GB each). NumPy's and torch's own threads would take each other's time.
-PROCESSES := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 4))")
+PROCESSES = $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 4))")
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -18,7 +18,7 @@ test: .venv/ready lint
 # of their own dependencies deprecate.
 MINIMUM := torch jax bench
 test-minimum: .venv-minimum/ready
-	OMP_NUM_THREADS=1 .venv-minimum/bin/python -m pytest -q -W default -n auto --maxprocesses 4 $(addprefix tests/test_,$(addsuffix .py, \
+	OMP_NUM_THREADS=1 .venv-minimum/bin/python -m pytest -q -W default -n $(PROCESSES) $(addprefix tests/test_,$(addsuffix .py, \
 	  plan permute quantize transpose swiglu grouped_gemm router moe torch_ops torch_moe torch_training \
 	  torch_weights torch_functional transformers jax_ops cli))
 

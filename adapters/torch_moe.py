@@ -356,14 +356,14 @@ class FP8FlowMoE(nn.Module):
 
         Forwards without gradients use the copies until a forward with gradients or a compiled forward runs,
         which releases them, or until a change of the weights is detected, including optimizer steps. Not
-        detected, and to be followed by another call, are
-        writes through ``.data`` (also by PEFT's merging) or other memory; writes to weights made under
-        ``torch.inference_mode``; collectives such as ``torch.distributed.broadcast``; replays of a CUDA graph
-        that contains an optimizer step; writes to the shards of ``fully_shard`` other than an optimizer's or
-        ``load_state_dict``'s; with ``process_group=`` operations of ``torch._foreach`` and
-        ``torch.distributed.checkpoint.load``. Inside `weights_unchanged` the new copies replace the
-        context's. A CUDA graph that was captured with kept copies reads the new ones: they are written to the
-        same memory, and a backward that still needs the old ones raises.
+        detected, and to be followed by another call, are writes through ``.data`` (also by PEFT's merging) or
+        other memory; writes to weights made under ``torch.inference_mode``; collectives such as
+        ``torch.distributed.broadcast``; replays of a CUDA graph that contains an optimizer step; writes to
+        the shards of ``fully_shard`` other than an optimizer's or ``load_state_dict``'s; with
+        ``process_group=`` operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``. Inside
+        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
+        copies reads the new ones: they are written to the same memory, and a backward that still needs the
+        old ones raises.
 
         Raises
         ------

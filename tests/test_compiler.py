@@ -138,8 +138,8 @@ def test_concurrent_processes_share_the_cache(tmp_path):
     assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no incomplete files
 
 
-# Architectures whose preprocessed sources are another one's, except for the mma.sync products: of the others
-# two, which the run's seed selects. Registers may differ: quantize_weights spilled 8 bytes on sm_86 only.
+# Architectures whose preprocessed sources are another one's, except for the mma.sync products. Registers may
+# differ: quantize_weights spilled 8 bytes on sm_86 only.
 RELATED = ("sm_86", "sm_89", "sm_103a")
 
 
@@ -151,18 +151,20 @@ def one_of_every_format(variants):
     return [choose.choice(alike) for alike in sets.values()]
 
 
-def others(architecture):
-    return random.Random(f"{SEED} {architecture}").sample(compiler.sources(architecture), 2)
+def compiled_sources(architecture):
+    """All of them; for a related architecture the mma.sync products and two others, which the run's seed
+    selects."""
+    sources = compiler.sources(architecture)
+    if architecture not in RELATED:
+        return sources
+    products = [path for path in sources if path.stem.endswith("_mma")]
+    others = [path for path in sources if path not in products]
+    return products + random.Random(f"{SEED} {architecture}").sample(others, 2)
 
 
 @pytest.mark.parametrize(
     ("path", "architecture"),
-    [
-        (path, a)
-        for a in compiler.ARCHITECTURES
-        for path in compiler.sources(a)
-        if a not in RELATED or path.stem.endswith("_mma") or path in others(a)
-    ],
+    [(path, a) for a in compiler.ARCHITECTURES for path in compiled_sources(a)],
     ids=lambda value: getattr(value, "stem", value),
 )
 def test_every_kernel_compiles_without_spills(path, architecture):

@@ -149,18 +149,7 @@ def test_the_links_are_relative(link):
     assert Path(module.__file__).resolve().parent == ROOT / link
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "fp8moe",
-        "fp8moe/demo",
-        "fp8moe/expert_parallel",
-        "fp8moe/reference",
-        "fp8moe/selftest",
-        "adapters",
-        "examples",
-    ],
-)
+@pytest.mark.parametrize("folder", ["fp8moe", "fp8moe/demo", *PARTS, "adapters", "examples"])
 def test_benchmarks_are_imported_by_their_command_only(folder):
     for path in files(folder):
         if path.name != "__main__.py":  # ``python -m fp8moe bench``
