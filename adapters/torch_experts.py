@@ -199,9 +199,14 @@ def main_grad_of(w: Tensor | None) -> Tensor | None:
     if w is None or getattr(w, "overwrite_main_grad", False) or hasattr(w, "__fsdp_param__"):
         return None
     main = getattr(w, "main_grad", None)
-    if isinstance(main, DTensor):
-        main = main.to_local()
-    if main is not None and not main.is_contiguous():
+    if main is None:
+        return None
+    main, wanted = (t.to_local() if isinstance(t, DTensor) else t for t in (main, w))
+    if main.shape != wanted.shape:
+        raise ValueError(
+            f"main_grad: got shape {list(main.shape)}; wanted {list(wanted.shape)}, its parameter's"
+        )
+    if not main.is_contiguous():
         raise ValueError(f"main_grad: got strides {main.stride()}; wanted C-contiguous memory")
     return main
 

@@ -133,9 +133,10 @@ class FP8FlowMoE(nn.Module):
     through ``.data`` or other memory cannot be detected and must not occur. `quantize_weights` makes copies
     for forwards without gradients, and updates the copies that a CUDA graph reads.
 
-    If a parameter has a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention), the matrix product
-    adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None. A ``main_grad``
-    of the shards of `fully_shard` is not used: the forward reads other parameters, without the attribute.
+    If a parameter has a tensor ``main_grad`` (its shape, any floating-point dtype; Megatron's convention),
+    the matrix product adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains
+    None. A ``main_grad`` of the shards of `fully_shard` is not used: the forward reads other parameters,
+    without the attribute.
 
     ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` returns the
     quantisation losses and expert loads of the last forward and backward.

@@ -5,7 +5,7 @@ GPU 8 layers of 2048 x 768 with 128 experts. Needs ``pip install 'fp8moe[transfo
     python examples/finetune_transformers.py [STEPS]
 """
 
-import sys
+import argparse
 import time
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from fp8moe.adapters import transformers as fp8moe_transformers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = DEVICE == "cuda"
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 30 if GPU else 3
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("steps", nargs="?", type=int, default=30 if GPU else 3)
+STEPS = PARSER.parse_args().steps
 BATCH, LENGTH = (8, 2048) if GPU else (2, 64)
 TEXT = torch.tensor(list(Path(__file__).with_name("README.md").read_bytes() * 40), device=DEVICE)
 

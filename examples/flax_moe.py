@@ -3,7 +3,7 @@
 python examples/flax_moe.py [steps]   (pip install flax optax; on the CPU, or on CUDA if jax finds a GPU)
 """
 
-import sys
+import argparse
 import time
 
 import jax
@@ -78,7 +78,11 @@ def step(model, optimizer, text):
 
 
 def main():
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("steps", nargs="?", type=int, default=4)
+    steps = parser.parse_args().steps
     source = standard_library_text()
     for backend in ("ragged_dot", "bf16", "fp8_flow"):
         model = Model(backend, nnx.Rngs(0))

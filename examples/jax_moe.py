@@ -3,7 +3,7 @@
 python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU, or on CUDA if jax finds a GPU)
 """
 
-import sys
+import argparse
 from functools import partial
 
 import jax
@@ -53,7 +53,11 @@ def step(p, text, recipe):
 
 
 def main():
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("steps", nargs="?", type=int, default=10)
+    steps = parser.parse_args().steps
     source = standard_library_text()
     for recipe in ("bf16", "fp8_flow"):
         generator = np.random.default_rng(0)

@@ -23,6 +23,12 @@ struct Made : Scaled {
   float scales[TILE];  // 0 for a row whose codes are all zeros
 };
 
+// The thread block's number, counted from the last one. A layer's GEMM writes h, and in the backward its
+// gradient, from the first row to the last, and more than L2 holds: the last rows are still there, and the
+// codes of the first rows are when the next GEMM begins with them. Within a step of 16,384 tokens, 2048 x
+// 768, 128 experts: 161.7 to 158.1 us, backward 281.0 to 277.6. (The row-wise kernels became 0.3 % slower.)
+__device__ __forceinline__ u32 block_from_last() { return gridDim.x - 1 - blockIdx.x; }
+
 // A thread block's tile (backward: the same tile of each half), and a lane's part of it: rows `row` to `row`
 // + 3 of the matrix, which are rows `inside` to `inside` + 3 of the tile, one in each step, and vectors j and
 // j + 8 of the tile's sixteen. The two rows of a half-warp are 32 apart, so that their codes are in different
@@ -32,8 +38,8 @@ struct Share {
   u32 across, tile_row, column, j, inside, row;
   __device__ __forceinline__ Share(u32 width)
       : across(width / TILE),
-        tile_row(blockIdx.x / across),
-        column(blockIdx.x - tile_row * across),
+        tile_row(block_from_last() / across),
+        column(block_from_last() - tile_row * across),
         j((u32)kept(threadIdx.x % 8)),
         inside(threadIdx.x / 8 % 2 * 32 + threadIdx.x / 16 % 8 * STEPS + threadIdx.x / 128 * 64),
         row(tile_row * TILE + inside) {}
@@ -221,7 +227,7 @@ __device__ __forceinline__ void write_tiles(Made* made, const Share& own, bool o
 // of `offsets` on, row-wise results are zeros and the transposed codes are not written.
 // Requires: offsets are multiples of 128.
 // Traffic: h is read once, both codes are written once.
-// Launch: one thread block of 256 per tile, in row-major order of tiles.
+// Launch: one thread block of 256 per tile, in row-major order of tiles from the last one on.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32             ? 3
                                                             : BARE && ACT == SWIGLU ? 5
                                                                                     : 4)

@@ -64,19 +64,23 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
   for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
     float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    for (int j0 = 0; j0 < count; j0 += UNPERMUTE_PLACES) {
-      const int here = count - j0 < UNPERMUTE_PLACES ? count - j0 : UNPERMUTE_PLACES;
+    for (int j0 = 0; j0 == 0 || j0 < count; j0 += UNPERMUTE_PLACES) {
       if (first == begin || count > UNPERMUTE_PLACES) {
         __syncthreads();
-        for (int j = threadIdx.x; j < here; j += blockDim.x) {
+        const int j = threadIdx.x;
+        // not `j < here`, so that the map's loads do not wait for the count's: with probabilities 33.0 to
+        // 32.1 us (4096 tokens, 2048 columns)
+        if (j < UNPERMUTE_PLACES && j0 + j < places) {
           from[j] = row_of(entries_of_token, pad_offsets, places, j0 + j, experts, rows);
-          if (!PROBS && !probs) continue;
-          const int c = column_of(entries_of_token, slots, token, places, j0 + j, columns);
-          if (PROBS) column[j] = c;
-          if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
+          if (PROBS || probs) {
+            const int c = column_of(entries_of_token, slots, token, places, j0 + j, columns);
+            if (PROBS) column[j] = c;
+            if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
+          }
         }
         __syncthreads();
       }
+      const int here = count - j0 < UNPERMUTE_PLACES ? count - j0 : UNPERMUTE_PLACES;
       if (at >= end) continue;
       for (int j = 0; j < here; j += 8) {
         uint4 v[8];

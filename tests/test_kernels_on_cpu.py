@@ -157,6 +157,25 @@ def test_row_maps_that_no_plan_produces():
     assert_same(*both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
 
 
+def test_entries_after_a_tokens_last_one_are_no_rows():
+    """Whether they look like rows or like nothing."""
+    plan = fp8moe.plan_routing_map(RNG.random((21, 5)) < 0.5, align_size=4)
+    row_map = plan.row_id_map.copy()
+    for entries in row_map:
+        unused = np.arange(entries[10], 5)
+        entries[unused] = RNG.choice([0, 7, -1, 2**31 - 1, -(2**31)], unused.size)
+        entries[5 + unused] = RNG.choice([0, 4, 5, 2**31 - 1, -(2**31)], unused.size)
+    assert (row_map[:, 10] < 5).any()
+
+    def there_and_back(m, pads, x, probs):
+        again = fp8moe.plan_row_map(m, pads, num_out_tokens=rows)
+        return fp8moe.unpermute(x, again), fp8moe.permute_backward(x, again, probs)
+
+    rows = plan.num_out_tokens
+    x, probs = values(RNG, (rows, 520), BF16), RNG.random(rows).astype(np.float32)
+    assert_same(*both(there_and_back, row_map, plan.pad_offsets, x, probs))
+
+
 def rows_there_and_back(plan, columns):
     x = values(RNG, (plan.num_tokens, columns), BF16)
     rows = values(RNG, (plan.num_out_tokens, columns), BF16)

@@ -3,6 +3,7 @@ that change."""
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -629,6 +630,18 @@ def test_a_main_grad_of_other_strides_raises(recipe):
         w.main_grad = torch.zeros_like(w)
     layer.w13.main_grad = layer.w13.main_grad.mT.contiguous().mT
     with pytest.raises(ValueError, match=r"main_grad: got strides \(65536, 1, 256\); wanted C-contiguous"):
+        layer(tokens()).sum().backward()
+    assert not layer.w2.main_grad.any()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+@pytest.mark.parametrize("shape", [(EXPERTS, 256, 512), (EXPERTS * 256 * 256,), (1, 256, 256)])
+def test_a_main_grad_of_another_shape_raises(recipe, shape):
+    layer = module(recipe)
+    layer.w2.main_grad = torch.zeros_like(layer.w2)
+    layer.w13.main_grad = torch.zeros(shape)
+    wanted = re.escape(f"main_grad: got shape {list(shape)}; wanted {list(layer.w13.shape)}, its parameter's")
+    with pytest.raises(ValueError, match=wanted):
         layer(tokens()).sum().backward()
     assert not layer.w2.main_grad.any()
 
