@@ -166,7 +166,9 @@ def quantize_parts(
     parts = checks.integer("parts", parts, 1)
     if isinstance(given, tuple):
         if parts not in (1, len(arrays)):
-            raise ValueError(f"parts: got {parts} with {len(arrays)} arrays; wanted it with one array only")
+            raise ValueError(
+                f"parts: got {parts} with a tuple of {len(arrays)}; wanted 1 or {len(arrays)}, or one array"
+            )
         parts = len(arrays)
     dims = ("E", "K", "N") if transposed else ("E", "N", "K")
     for i, array in enumerate(arrays):

@@ -33,7 +33,7 @@ def takes(product: Product, architecture: str) -> list[str]:
         why.append(f"out is {product.out}, not {' or '.join(wanted)}")
     sizes = {"N": product.width, "K": product.depth}
     why += [f"{name} is {size}, no multiple of 8" for name, size in sizes.items() if size % 8]
-    if 0 in (product.rows, product.depth):
+    if 0 in (product.experts, product.rows, product.depth):
         why.append("an operand is empty")
     if product.alignment % 16:
         why.append("arrays do not begin at a multiple of 16 bytes")

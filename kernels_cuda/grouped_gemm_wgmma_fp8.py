@@ -62,7 +62,7 @@ def takes(product: Product, architecture: str) -> list[str]:
     columns = width if product.verb == "grouped_gemm" else depth
     if (product.experts + 1) * threads(rows, 128) * threads(columns, TILE_COLUMNS) >= 2**30:
         why.append(f"{rows} rows are too many")  # the kernel counts tiles of every expert in 32 bits
-    if 0 in (rows, width, depth):
+    if 0 in (product.experts, rows, width, depth):
         why.append("an operand is empty")
     return why
 

@@ -27,8 +27,8 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Counts all rows of the operands, whether or not an expert has them."""
-        return 2 * self.rows * self.width * self.depth
+        """Counts all rows of the operands, whether or not an expert has them, unless there are no experts."""
+        return 2 * self.rows * self.width * self.depth if self.experts else 0
 
 
 def product_of_grouped_gemm(x: Any, w: Any, expert_offsets: Any, transpose_w: bool, out: Any) -> Product:

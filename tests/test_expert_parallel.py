@@ -243,6 +243,16 @@ def alone():
     return Threads(0, [None], threading.Barrier(1))
 
 
+def test_a_capacity_without_its_methods_raises():
+    layer, _ = layer_inputs(0)
+    comm = alone()
+    comm.capacity = expert_parallel.Capacity(10)
+    wanted = "comm: got Threads with a capacity and without agree and record_overflow; wanted the methods of"
+    for recipe in ("bf16", "fp8_flow"):
+        with pytest.raises(TypeError, match=wanted):
+            fp8moe.moe_forward(**layer, recipe=recipe, comm=comm)
+
+
 class ThreadsPeers(Threads):
     """Like `Threads`, with writes to peer memory, in two windows used alternately."""
 

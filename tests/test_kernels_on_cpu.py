@@ -967,6 +967,21 @@ def test_sm_limit_on_a_rank_without_rows():
             assert not cuda_on_cpu.download(dw).any()
 
 
+@pytest.mark.parametrize("backend", [None, "wgmma", "mma", "plain"])
+def test_products_without_experts(backend):
+    """The driver rejects tensor maps of weights without elements."""
+    x, w, offsets = values(RNG, (16, 128), BF16), values(RNG, (0, 128, 128), BF16), np.zeros(1, np.int32)
+    q, codes = fp8moe.quantize(x), fp8moe.quantize(w, block=(128, 128))
+    plan = fp8moe.plan_topk(np.full((16, 1), -1, np.int32), 0)
+    for function, *arguments in (
+        (fp8moe.grouped_gemm, x, w, offsets),
+        (fp8moe.grouped_gemm, q, codes, offsets),
+        (fp8moe.permute_gemm, q, codes, plan),
+        (fp8moe.grouped_gemm_wgrad, x, x, offsets),
+    ):
+        assert_same(*both(function, *arguments, backend=backend))
+
+
 def test_products_unsupported_by_wgmma_use_mma():
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with fp8moe.trace() as traced:

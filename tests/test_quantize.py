@@ -310,7 +310,8 @@ def test_weights_without_elements_are_zeros_where_there_is_room(shape, transpose
         (np.ones((1, 256, 8), BF16), {"parts": 2, "rows": 64}, "rows: got 64"),
         (np.ones((1, 256, 8), BF16), {"columns": 7}, "columns: got 7"),
         ((np.ones((1, 128, 8), BF16), np.ones((1, 128, 9), BF16)), {}, r"x\[1\]: got shape \[1, 128, 9\]"),
-        ((np.ones((1, 128, 8), BF16),) * 2, {"parts": 4}, "parts: got 4 with 2 arrays"),
+        ((np.ones((1, 128, 8), BF16),) * 2, {"parts": 4}, "parts: got 4 with a tuple of 2; wanted 1 or 2"),
+        ((np.ones((1, 128, 8), BF16),), {"parts": 2}, "parts: got 2 with a tuple of 1; wanted 1"),
     ],
 )
 def test_invalid_parts_raise(x, keywords, words):

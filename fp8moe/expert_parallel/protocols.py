@@ -201,7 +201,14 @@ def with_spare(rows: int) -> int:
 
 def capacity_of(comm: Any) -> Capacity | None:
     """The capacity of a `Bounded` transport; None for any other."""
-    return getattr(comm, "capacity", None)
+    capacity = getattr(comm, "capacity", None)
+    missing = [name for name in ("agree", "record_overflow") if not hasattr(comm, name)]
+    if capacity is not None and missing:
+        raise TypeError(
+            f"comm: got {type(comm).__name__} with a capacity and without {' and '.join(missing)}; wanted "
+            "the methods of fp8moe.expert_parallel.Bounded, or capacity None"
+        )
+    return capacity
 
 
 def chunks_of(comm: Any) -> int:
