@@ -7,7 +7,7 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,
 .PHONY: test test-minimum lint types-library types-client docs build demo sanitize clean
 
 # pip would compile all installed modules to bytecode, which takes longer than the rest of an installation (178
-# instead of 80 s), and a fifth of them is imported. Python compiles those at their first import, also where the
+# instead of 80 s), and a third of them is imported. Python compiles those at their first import, also where the
 # environment turns that off: the tests start hundreds of processes.
 INSTALL := -m pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=

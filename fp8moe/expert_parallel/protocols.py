@@ -192,6 +192,14 @@ def check_comm(comm: Any) -> None:
             f"comm: got {type(comm).__name__}; wanted a Transport or an Engine, such as "
             "fp8moe.adapters.torch_distributed.ProcessGroup(group)"
         )
+    if capacity_of(comm) is None:
+        return
+    missing = [name for name in ("agree", "record_overflow") if not hasattr(comm, name)]
+    if missing:
+        raise TypeError(
+            f"comm: got {type(comm).__name__} with a capacity and without {' and '.join(missing)}; wanted "
+            "the methods of fp8moe.expert_parallel.Bounded, or capacity None"
+        )
 
 
 def with_spare(rows: int) -> int:
@@ -201,14 +209,7 @@ def with_spare(rows: int) -> int:
 
 def capacity_of(comm: Any) -> Capacity | None:
     """The capacity of a `Bounded` transport; None for any other."""
-    capacity = getattr(comm, "capacity", None)
-    missing = [name for name in ("agree", "record_overflow") if not hasattr(comm, name)]
-    if capacity is not None and missing:
-        raise TypeError(
-            f"comm: got {type(comm).__name__} with a capacity and without {' and '.join(missing)}; wanted "
-            "the methods of fp8moe.expert_parallel.Bounded, or capacity None"
-        )
-    return capacity
+    return getattr(comm, "capacity", None)
 
 
 def chunks_of(comm: Any) -> int:
