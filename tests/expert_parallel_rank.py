@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+import time
 import types
 
 import numpy as np
@@ -854,10 +855,12 @@ cases = {
     )
 }
 for case in CASE.split(","):
+    start = time.monotonic()
     if case.endswith("/peer"):
         {**cases, "in_turn": in_turn}[case.removesuffix("/peer")](SymmetricMemory(None, 1 << 24))
     else:
         cases[case](ProcessGroup())
+    print(f"{case}: {time.monotonic() - start:.1f} s", flush=True)
 dist.destroy_process_group()
 print("right", flush=True)
 os._exit(0)  # about one run in fifty aborted at Python's exit, in a gloo thread that was not joined

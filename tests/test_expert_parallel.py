@@ -34,7 +34,7 @@ def ranks(case, world, tmp_path, device="cpu", limit=300):
 
 
 def together(world, arguments, limit):
-    """Runs a process per rank; each must report success."""
+    """Runs a process per rank; each must report success. `pytest -rP` shows what they print."""
     running = [
         subprocess.Popen(
             [sys.executable, *arguments(r)],
@@ -47,6 +47,7 @@ def together(world, arguments, limit):
     try:
         for rank, process in enumerate(running):
             output, _ = process.communicate(timeout=limit)
+            print(output)
             assert process.returncode == 0, f"rank {rank}:\n{output[-4000:]}"
             assert "right" in output, f"rank {rank}:\n{output[-4000:]}"
     finally:
