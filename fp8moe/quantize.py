@@ -105,10 +105,11 @@ def quantize(
 
     Notes
     -----
-    Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax with its mantissa cleared for
-    pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN, an infinity
-    becomes the format's largest number, as in Transformer Engine (`FP8FlowMoE.stats` counts them). An amax of
-    0, infinity or NaN gives scale 1; inv is at most 2^126, so that no scale is subnormal.
+    Per block, in float32: amax = max(|x|, eps); scale = amax / max_of_format, rounded up to a power of two
+    for pow2; code = x * (1 / scale), saturated, rounded to nearest even. With eps=1e-4 these are DeepGEMM's
+    codes and scales, of both settings of its use_ue8m0. NaN stays NaN, an infinity becomes the format's
+    largest number, as in Transformer Engine (`FP8FlowMoE.stats` counts them). An amax of 0, infinity or NaN
+    gives scale 1; scales are at least 2^-126, so that none is subnormal.
 
     MXFP8: the scale is 2^e, stored as E8M0, the byte e + 127. "up" is NVIDIA's recipe for training (arXiv
     2506.08027; torchao calls it RCEIL), and bit for bit Transformer Engine's scale for every finite amax: e =

@@ -83,13 +83,10 @@ __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, 
     *scale = power_of_two(-up);
     return power_of_two(up);
   }
-  float factor = 1.f;
-  if (!degenerate) {
-    const u32 inv = __float_as_uint(__fdiv_rn(rule.fmt == 0 ? 448.f : 57344.f, __uint_as_float(amax)));
-    factor = __uint_as_float(min(inv, 253u << 23));
-  }
-  *scale = __fdiv_rn(1.f, factor);
-  return factor;
+  *scale = 1.f;
+  if (!degenerate)
+    *scale = fmaxf(__fdiv_rn(__uint_as_float(amax), rule.fmt == 0 ? 448.f : 57344.f), 0x1p-126f);
+  return __fdiv_rn(1.f, *scale);
 }
 
 // ---- vectors of eight values

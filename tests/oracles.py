@@ -62,9 +62,9 @@ def quantized_scale(amax, fmt, pow2, mx, rounding="up"):
         while Fraction(2) ** exponent < ratio:
             exponent += 1
         return 2.0**exponent
-    with np.errstate(over="ignore"):
-        inv = min(np.float32(MAX[fmt]) / np.float32(amax), np.float32(2.0**126))
-    return float(np.float32(1) / inv)
+    # a seventh is at least 1/14 of a step from the middle between two float32, so float64 may round before
+    ratio = Fraction(float(amax)) / Fraction(MAX[fmt])
+    return max(float(np.float32(float(ratio))), 2.0**-126)
 
 
 def quantized(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
@@ -84,8 +84,7 @@ def quantized(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
             if mx or pow2:
                 y = x32[part].astype(np.float64) / scale  # a power of two, so this is exact
             else:
-                inv = min(np.float32(MAX[fmt]) / amax, np.float32(2.0**126)) if scale != 1 else np.float32(1)
-                y = x32[part] * inv  # rounded to float32, as in the specification
+                y = x32[part] * (np.float32(1) / np.float32(scale))  # rounded twice, as in the specification
             codes[part] = to_float8(y, fmt)
     return codes, scales
 

@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from cases import offsets_of, relative
+from cases import generator, offsets_of, relative, same_bits
 
 import fp8moe
 
@@ -28,6 +28,36 @@ def m_grouped_fp8_gemm_nt_contiguous(a, b, out, m_indices):
     weights = w.float() * scales
     for e in range(len(w)):
         out[m_indices == e] = (wide[m_indices == e] @ weights[e].t()).to(out.dtype)
+
+
+def cast(x, rows, columns, pow2):
+    """What DeepGEMM's per_token_cast_to_fp8, per_channel_cast_to_fp8 and per_block_cast_to_fp8 compute, for
+    blocks of ``rows`` by ``columns``: codes and scales, in x's order."""
+    padding = -x.shape[1] % columns, -x.shape[0] % rows
+    blocks = torch.nn.functional.pad(x, (0, padding[0], 0, padding[1]))
+    height, width = blocks.shape
+    blocks = blocks.reshape(height // rows, rows, width // columns, columns)
+    scales = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / 448.0
+    if pow2:  # up to the next exponent, unless the mantissa is zero
+        bits = scales.view(torch.int32)
+        scales = (((bits >> 23) + ((bits & 0x7FFFFF) != 0).int()) << 23).view(torch.float32)
+    codes = (blocks * (1.0 / scales)).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.reshape(height, width)[: x.shape[0], : x.shape[1]], scales[:, 0, :, 0]
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_and_scales_are_deepgemms(dtype, pow2):
+    rng = generator()
+    cases = ((1, 128), (300, 1000)), ((128, 1), (256, 700)), ((128, 128), (1000, 1300))
+    for (rows, columns), shape in cases:
+        x = rng.standard_normal(shape) * np.exp2(rng.uniform(-20, 20, (shape[0], 1)))  # some below 1e-4
+        x[:, :128] = 0
+        x = torch.from_numpy(x).to(getattr(torch, dtype))
+        codes, scales = cast(x, rows, columns, pow2)
+        q = fp8moe.quantize(x, block=(rows, columns), pow2=pow2, eps=1e-4)
+        assert same_bits(q.scales.numpy(), scales.numpy())
+        assert same_bits(q.data.numpy(), (codes.t() if columns == 1 else codes).numpy())
 
 
 @pytest.fixture

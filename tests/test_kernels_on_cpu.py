@@ -252,7 +252,8 @@ def test_chunks_without_room(monkeypatch, columns):
 @pytest.mark.parametrize(("rows", "columns"), [(3, 256), (130, 128), (5, 40)])
 def test_quantize(fmt, rows, columns):
     x = values(RNG, (rows, columns), BF16, awkward=True)
-    for block, pow2 in (((1, 128), True), ((1, 32), True), ((128, 1), False), ((128, 128), True)):
+    blocks = ((1, 128), True), ((1, 128), False), ((1, 32), True), ((128, 1), False), ((128, 128), True)
+    for block, pow2 in blocks:
         assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2))
     assert_same(*both(fp8moe.quantize, x, fmt=fmt, columnwise=True))
     assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=(1, 32), columnwise=True))

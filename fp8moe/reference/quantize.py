@@ -1,8 +1,8 @@
 """Quantise and dequantise by blocks.
 
-Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax, its mantissa cleared if scales are
-rounded up to powers of two; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. An amax of
-0, infinity or NaN gives scale 1.
+Per block, in float32: amax = max(|x|, eps); scale = amax / max_of_format, rounded up to a power of two where
+that is asked for; code = x * (1 / scale), saturated, rounded to nearest even. An amax of 0, infinity or NaN
+gives scale 1.
 
 MXFP8's scale is 2^e with e = ceil(log2(amax / max_of_format)), as in Transformer Engine, or, without rounding
 up, e = floor(log2(amax)) - emax of the format, the OCP MX rule; e >= -127, and zeros have -127. An infinite
@@ -200,18 +200,18 @@ def quantize_strips_plain(
 
 def block_scale(amax: np.float32, fmt: str, block: Block, round_up: bool) -> tuple[np.float32, Any]:
     """(factor to multiply by, scale to store) for one block."""
-    one, limit = np.float32(1), np.float32(2.0**-MIN_SCALE_EXPONENT)
+    one, least = np.float32(1), np.float32(2.0**MIN_SCALE_EXPONENT)
     if is_mx(block):
         exponent = mx_exponent(amax, fmt, round_up)
         return np.float32(2.0**-exponent), np.uint8(exponent + 127)
     if amax == 0 or not np.isfinite(amax):
         return one, one
-    with np.errstate(over="ignore"):
-        inv = np.float32(FORMATS[fmt].max) / amax
-    if round_up and np.isfinite(inv):
-        inv = np.float32(2.0 ** (int(np.frexp(inv)[1]) - 1))
-    inv = min(inv, limit)
-    return inv, one / inv
+    scale = amax / np.float32(FORMATS[fmt].max)
+    if round_up:
+        mantissa, above = np.frexp(scale)  # mantissa in [1/2, 1)
+        scale = np.float32(2.0 ** (int(above) - int(mantissa == 0.5)))
+    scale = max(scale, least)
+    return one / scale, scale
 
 
 def mx_exponent(amax: np.float32, fmt: str, round_up: bool) -> int:
@@ -294,7 +294,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
         for c in range(scales.shape[1]):
             begin, end = c * width, min((c + 1) * width, columns)
             top = max(_largest(amax[begin:end]), eps_bits)  # a NaN's bits exceed any eps
-            factor = np.float32(1)
+            scale = factor = np.float32(1)
             if mx:
                 byte = np.int32(254 if top == infinity else 127)
                 if top < infinity:
@@ -306,12 +306,13 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
             else:
                 if np.uint32(0) < top < infinity:
                     one_bits[0] = top
-                    one_value[0] = limit / one_value[0]
+                    one_value[0] /= limit
                     if round_up:
-                        one_bits[0] &= infinity
-                    one_bits[0] = min(one_bits[0], np.uint32(253 << 23))  # keeps scales normal: >= 2^-126
-                    factor = one_value[0]
-                scales[s, c] = np.float32(1) / factor
+                        one_bits[0] = np.uint32(one_bits[0] + np.uint32(0x7FFFFF)) & infinity
+                    one_bits[0] = max(one_bits[0], np.uint32(1 << 23))  # keeps scales normal: >= 2^-126
+                    scale = one_value[0]
+                    factor = np.float32(1) / scale
+                scales[s, c] = scale
             inv[begin:end] = factor
         for r in range(lo, hi):
             for i in range(columns):
