@@ -536,7 +536,8 @@ def on_devices(count, platform):
     script = Path(__file__).with_name("jax_devices.py")
     flags = {"JAX_PLATFORMS": platform, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
     command = [sys.executable, script, str(count)]
-    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **flags})
+    environment = {**os.environ, **flags}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     return process.stdout.strip() or process.stderr
 
 
