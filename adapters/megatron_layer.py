@@ -23,6 +23,7 @@ from fp8moe import checks
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_operation import refuse_codes
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.recipes import RECIPES
 
@@ -218,6 +219,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         if config.perform_initialization:
             self._initialize()
         self.register_load_state_dict_pre_hook(_without_extra_state)
+        self.register_load_state_dict_pre_hook(refuse_codes)
         self.register_state_dict_post_hook(_refuse_equal_keys)
 
     def _initialize(self) -> None:

@@ -21,7 +21,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
-from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
+from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_codes, refuse_transforms
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import (
     Ranks,
@@ -638,6 +638,7 @@ class FP8FlowMoE(nn.Module):
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    refuse_codes(layer, state, prefix)
     for name in ("w13", "w2"):
         if prefix + name in state:
             shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks
 from fp8moe.adapters.torch_halves import asked_for
@@ -274,19 +275,37 @@ def check_float(name: str, x: Any, dimensions: int = 1) -> None:
     if isinstance(x, Quantized):
         return
     check_tensor(name, x)
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: got dtype {x.dtype}; wanted a floating-point dtype; pass {name}.float()")
-    if x.dtype not in DIFFERENTIABLE:
-        raise TypeError(
-            f"{name}: got dtype {x.dtype}, codes without scales; wanted bfloat16, float16, float32 or "
-            f"float64; pass {name}.float() times the scales"
-        )
+    check_values(name, x.dtype)
     if x.device.type == "meta":
         raise TypeError(
             f"{name}: got a tensor on meta, without values; wanted one on cpu or cuda; load it first"
         )
     if x.ndim < dimensions:
         raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
+
+
+def check_values(name: str, dtype: torch.dtype) -> None:
+    """Checks for a dtype of values, not of codes."""
+    if dtype in DIFFERENTIABLE:
+        return
+    if dtype.is_floating_point or dtype in (torch.int8, torch.uint8):
+        raise TypeError(
+            f"{name}: got dtype {dtype}, codes without scales; wanted bfloat16, float16, float32 or "
+            f"float64; pass {name}.float() times the scales"
+        )
+    raise TypeError(f"{name}: got dtype {dtype}; wanted a floating-point dtype; pass {name}.float()")
+
+
+def refuse_codes(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Checks a state dict's entries for a module's own parameters and buffers, before torch casts them:
+    ``copy_`` takes codes for values without their scales. For `torch.nn.Module`'s hooks before loading."""
+    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    if is_parametrized(module):
+        own |= module.get_submodule("parametrizations").named_parameters("parametrizations")
+    for name, old in own.items():
+        new = state.get(prefix + name)
+        if isinstance(new, Tensor) and old.is_floating_point():
+            check_values(prefix + name, new.dtype)
 
 
 def on_hopper(x: Tensor) -> bool:

@@ -27,6 +27,7 @@ from fp8moe.adapters.torch_operation import (
     check_tensor,
     mm_without_autocast,
     on_hopper,
+    refuse_codes,
     refuse_transforms,
 )
 from fp8moe.adapters.torch_sharding import local_of, own_part
@@ -106,6 +107,7 @@ class Router(nn.Module):
         return self
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
+        refuse_codes(self, *arguments)
         super()._load_from_state_dict(*arguments)
         bias = self.expert_bias
         if bias is not None and bias.dtype != torch.float32:  # load_state_dict(assign=True) keeps the dtype

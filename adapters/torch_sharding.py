@@ -25,14 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8moe.adapters.torch_distributed import ProcessGroup, of_other_ranks
+from fp8moe.adapters.torch_operation import check_values
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 
-__all__ = ["clip_grad_norm_", "param_groups"]
+__all__ = ["LoadPlanner", "clip_grad_norm_", "param_groups"]
 
 EXPERTS = (Shard(0),)  # placement of weights [E, N, K]
 
@@ -180,6 +183,62 @@ def as_shard(value: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
     else:
         return value
     return DTensor.from_local(local, w.device_mesh, EXPERTS, run_check=False)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A planner for `torch.distributed.checkpoint.load` that refuses codes without scales.
+
+    ``load`` copies into a model's tensors by itself, with a cast: FP8 or integer codes of a quantised
+    checkpoint become values, and no module can notice. This planner compares the checkpoint's dtypes first.
+    Not for readers that dequantise, such as ``QuantizedHuggingFaceStorageReader``.
+
+    Parameters
+    ----------
+    flatten_state_dict : bool
+        As in ``DefaultLoadPlanner``.
+    flatten_sharded_tensors : bool
+        As in ``DefaultLoadPlanner``.
+    allow_partial_load : bool
+        As in ``DefaultLoadPlanner``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> import torch.distributed.checkpoint as dcp
+    >>> from fp8moe.adapters.torch_sharding import LoadPlanner
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> state = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = dcp.save({"w": torch.ones(3)}, checkpoint_id=folder)
+    ...     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+    >>> dist.destroy_process_group()
+    >>> state["w"].tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan what this rank reads.
+
+        Returns
+        -------
+        LoadPlan
+            The plan of ``DefaultLoadPlanner``.
+
+        Raises
+        ------
+        TypeError
+            For codes in the checkpoint where the model has floating-point values; ``load`` raises a
+            ``CheckpointException`` that contains it.
+        """
+        saved = {} if self.metadata is None else self.metadata.state_dict_metadata
+        for name, tensor in self.state_dict.items():
+            given = saved.get(name)
+            is_given = isinstance(given, TensorStorageMetadata) and isinstance(tensor, Tensor)
+            if is_given and tensor.is_floating_point():
+                check_values(name, given.properties.dtype)  # type: ignore[union-attr]
+        return super().create_local_plan()
 
 
 def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:

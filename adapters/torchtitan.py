@@ -26,6 +26,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.adapters.torch_operation import refuse_codes
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.recipes import RECIPES, RECOMPUTE, Recipe
 
@@ -83,6 +84,7 @@ class FP8RoutedExperts(RoutedExperts):
                 "other converter or override of the experts out"
             )
         self._options: dict[str, Any] = {n: getattr(config, n) for n in OPTIONS}
+        self.inner_experts.register_load_state_dict_pre_hook(refuse_codes)
         self._comm: ProcessGroup | None = None
 
     def forward(

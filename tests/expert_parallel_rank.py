@@ -729,6 +729,8 @@ def copied_in(group):
     full = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
     alone = seeded()
     alone.load_state_dict(full)
+    with pytest.raises(TypeError, match=r"w2: got dtype torch\.float8_e4m3fn, codes without scales"):
+        layer.load_state_dict({**full, "w2": full["w2"].to(torch.float8_e4m3fn)})  # of all experts
     for p, q in zip(alone.parameters(), seeded().parameters(), strict=True):
         assert torch.equal(p, q)
     other = seeded(process_group=group)

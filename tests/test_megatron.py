@@ -539,6 +539,15 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
         experts(torch.randn(8, 64), None, probs[:, None], topk_ids=torch.zeros(8, 1, dtype=torch.int64))
 
 
+def test_codes_without_scales_are_not_loaded():
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups())
+    state = experts.state_dict()
+    for name in state:
+        codes = {**state, name: torch.ones(state[name].shape, dtype=torch.int8)}
+        with pytest.raises(TypeError, match=f"^{name}: got dtype torch.int8, codes without scales; wanted"):
+            experts.load_state_dict(codes)
+
+
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_products_of_the_fp8_recipes_add_to_main_grad(recipe):
     """For permuted rows and for tokens; those of the bf16 recipe return a ``grad``."""

@@ -3,17 +3,24 @@ weights; within `weights_unchanged` one set of FP8 copies serves all forwards.""
 
 import gc
 import os
+import re
 import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.utils.parametrize
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 import fp8moe
+from fp8moe import RouterConfig
 from fp8moe.adapters import torch_moe, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_router import Router
+from fp8moe.adapters.torch_sharding import LoadPlanner
 from fp8moe.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -881,3 +888,52 @@ def code_sizes(layer):
 def fp8_tensors():
     tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8]
     return [t for t in tensors if isinstance(t.numel(), int)]  # not those of compilers, with symbolic sizes
+
+
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+
+
+def with_codes(state, name, dtype):
+    return {**state, name: state[name].detach().abs().mul(448).to(dtype)}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_codes_without_scales_are_not_loaded(recipe, assign):
+    """torch's ``copy_`` would cast them to values."""
+    layer, router = module(recipe=recipe), Router(HIDDEN, EXPERTS, RouterConfig(2), expert_bias=True)
+    parametrized = module(recipe=recipe)
+    torch.nn.utils.parametrize.register_parametrization(parametrized, "w13", Scaled())
+    holder = torch.nn.ModuleDict({"plain": layer, "parametrized": parametrized, "router": router})
+    before = {name: value.clone() for name, value in holder.state_dict().items()}
+    for name in before:
+        for dtype in CODES:
+            state = with_codes(before, name, dtype)
+            with pytest.raises(
+                TypeError, match=rf"^{re.escape(name)}: got dtype {dtype}, codes without scales; wanted"
+            ):
+                holder.load_state_dict(state, assign=assign)
+            with pytest.raises(
+                TypeError, match=rf"^{re.escape(name)}: got dtype {dtype}, codes without scales; wanted"
+            ):
+                set_model_state_dict(holder, state)
+    for name, value in holder.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    holder.load_state_dict({name: value.half() for name, value in before.items()}, assign=assign)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_planner_refuses_the_codes_of_a_distributed_checkpoint(tmp_path):
+    """`torch.distributed.checkpoint.load` writes into a module's tensors itself."""
+    layer = module()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    for name, dtype in zip((*before, "w13"), CODES, strict=True):
+        folder = str(tmp_path / str(dtype))
+        dcp.save({"model": with_codes(before, name, dtype)}, checkpoint_id=folder, no_dist=True)
+        with pytest.raises(CheckpointException, match=rf"model\.{re.escape(name)}: got dtype {dtype}"):
+            dcp.load({"model": layer}, checkpoint_id=folder, planner=LoadPlanner(), no_dist=True)
+        assert all(torch.equal(value, before[n]) for n, value in layer.state_dict().items())
+    halves = {name: value.half() * 2 for name, value in before.items()}
+    dcp.save({"model": halves}, checkpoint_id=str(tmp_path / "values"), no_dist=True)
+    dcp.load({"model": layer}, checkpoint_id=str(tmp_path / "values"), planner=LoadPlanner(), no_dist=True)
+    assert all(torch.equal(value, halves[n].float()) for n, value in layer.state_dict().items())

@@ -83,6 +83,12 @@ def test_routed_experts(recipe, recompute):
     for p in plain.parameters():
         torch.nn.init.normal_(p, std=0.3)
     experts.load_state_dict(plain.state_dict(), strict=True)  # the same names, shapes and dtypes
+    for module, prefix in ((experts, "inner_experts."), (experts.inner_experts, "")):
+        codes = {n: p.to(torch.float8_e4m3fn) for n, p in module.state_dict().items()}
+        with pytest.raises(
+            TypeError, match=rf"^{prefix}w._E..: got dtype torch.float8_e4m3fn, codes without"
+        ):
+            module.load_state_dict(codes)
     x, scores, ids, counts = routed()
     dy = torch.randn(B, L, D)
     wanted = exact(experts, x, scores, ids, dy)
