@@ -10,14 +10,16 @@ import hashlib
 import importlib
 import os
 import re
-import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from fp8moe.disk_cache import read_entry, write_entry
 
 SOURCES = Path(__file__).resolve().parent
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -119,10 +121,9 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
     """Machine code of one source, from the disk cache if present.
 
     The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. Each entry has a checksum: a truncated
-    or damaged entry is compiled again.
+    or damaged entry is compiled again. So is one that others could have written (`fp8moe.disk_cache`).
     """
-    entry = _entry(path.stem, architecture, _key(path, architecture, defines))
-    if (code := _read(entry)) is not None:
+    if (code := _read(_entry(path.stem, architecture, _key(path, architecture, defines)))) is not None:
         return code
     job = _submit(path, architecture, defines)
     prefetch(architecture)
@@ -167,9 +168,8 @@ def _key(path: Path, architecture: str, defines: tuple[str, ...]) -> str:
     return repr((_digest(), path.name, architecture, OPTIONS, defines, _nvrtc().getVersion()))
 
 
-def _entry(name: str, architecture: str, key: str) -> Path:
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    return _cache_folder() / f"{name}-{architecture}-{digest}"
+def _entry(name: str, architecture: str, key: str) -> str:
+    return f"{name}-{architecture}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
 def main(architectures: list[str] | None) -> int:
@@ -263,26 +263,36 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("FP8MOE_CACHE_DIR") or Path.home() / ".cache" / "fp8moe")
 
 
-def _read(entry: Path) -> bytes | None:
+def _read(entry: str) -> bytes | None:
     try:
-        content = entry.read_bytes()
-    except OSError:
+        return read_entry(_cache_folder(), entry)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        _warn(error)
         return None
-    digest, code = content[:32], content[32:]
-    return code if hashlib.sha256(code).digest() == digest else None
 
 
-def _write(entry: Path, code: bytes) -> None:
-    """Atomic write: concurrent processes never see a partial file. If the cache is not writable, only time is
-    lost."""
+def _write(entry: str, code: bytes) -> None:
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=entry.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        Path(name).replace(entry)
-    except OSError:
-        return
+        write_entry(_cache_folder(), entry, code)
+    except (OSError, RuntimeError) as error:
+        _warn(error)
+
+
+def _warn(error: Exception) -> None:
+    """Warn once per process: other entries fail for the same reason."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"FP8MOE_CACHE_DIR: the cache of compiled kernels is not used ({error}): every process compiles "
+            "them again; set FP8MOE_CACHE_DIR to a folder that belongs to this user and that nobody else may "
+            "write to",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_warned = False
 
 
 def _nvrtc() -> ModuleType:

@@ -1,5 +1,4 @@
-"""Results of the CPU backend are independent of the caller's floating-point mode, of threads and of Numba's
-cache."""
+"""Results of the CPU backend are independent of the caller's floating-point mode and of threads."""
 
 import os
 import subprocess
@@ -120,56 +119,3 @@ def test_forked_child_has_its_own_threads():
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
-
-
-TWICE = "def twice(x):\n    return 2 * x\n"
-RUN = """
-import os, shutil, sys, warnings
-import numpy as np
-case, folder = sys.argv[1:]
-os.environ["NUMBA_CACHE_DIR"] = folder + "/cache"
-if case == "no place":  # neither in that folder, nor beside the source, nor in the user's cache
-    shutil.rmtree(folder + "/__pycache__", ignore_errors=True)
-    for file in ("no_folder", "__pycache__"):
-        open(f"{folder}/{file}", "w").close()
-    os.environ["NUMBA_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] = folder + "/no_folder"
-sys.path.insert(0, folder)
-import twice
-from fp8moe.reference import numerics
-
-if case == "full":
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    loops = [numerics.compiled(twice.twice) for _ in range(2)]
-    assert [loop(3) for loop in loops] == [6, 6]
-    assert [loop(1.5) for loop in loops] == [3, 3]
-hits = sum(sum(loop.stats.cache_hits.values()) for loop in loops) if case in ("works", "again") else 0
-print(len(caught), hits, *(str(w.message) for w in caught))
-"""
-
-
-def test_loops_run_without_numbas_cache(tmp_path):
-    (tmp_path / "twice.py").write_text(TWICE)
-
-    def run(case):
-        done = subprocess.run(
-            [sys.executable, "-c", RUN, case, str(tmp_path)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        warned, hits, text = (done.stdout.strip() + " ").split(" ", 2)
-        assert int(warned) == 0 or "NUMBA_CACHE_DIR" in text
-        return int(warned), int(hits)
-
-    assert run("works") == (0, 2)  # the second process loads what the first stored
-    assert run("again") == (0, 4)
-    assert run("no place") == (1, 0)
-    indices = [*tmp_path.rglob("*.nbi")]
-    assert len(indices) == 1
-    indices[0].write_bytes(b"")
-    assert run("broken") == (1, 0)
-    assert run("again") == (0, 4)  # stored again by the previous process
-    for data in tmp_path.rglob("*.nb?"):
-        data.unlink()
-    assert run("full") == (1, 0)

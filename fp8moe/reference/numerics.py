@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numba
 import numpy as np
 from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
 
+from fp8moe.disk_cache import make_folder, read_entry, write_entry
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES, FORMATS, Block
 
 _ALL_CODES = np.arange(256, dtype=np.uint8)
@@ -102,18 +107,67 @@ def decode_blocks(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int],
     return out
 
 
+class _PrivateFolder:
+    """Added to one of Numba's locators: it is passed over where others could write to its folder."""
+
+    def ensure_cache_path(self) -> None:
+        folder = self.get_cache_path()  # type: ignore[attr-defined]
+        try:
+            make_folder(Path(folder))
+            super().ensure_cache_path()  # type: ignore[misc]
+        except OSError as error:
+            _passed_over[folder] = str(error)
+            given = numba.config.CACHE_DIR
+            if given and Path(folder).is_relative_to(given):  # the others do without a word, as in Numba
+                _warn_of_cache(error)
+            raise
+
+
+_passed_over: dict[str, str] = {}  # why, by folder
+
+
+class _Implementation(FunctionCache._impl_class):  # type: ignore[misc]
+    _locator_classes: ClassVar[list[Any]] = [
+        type(locator.__name__, (_PrivateFolder, locator), {})
+        for locator in FunctionCache._impl_class._locator_classes
+    ]
+
+
+class _Entries:
+    """What Numba stores in an index and files without checksums, and would unpickle whoever wrote it."""
+
+    def __init__(self, folder: str, name: str, stamp: Any):
+        self._folder, self._name = Path(folder), name
+        self._made_from = numba.__version__, stamp  # as Numba's index
+
+    def _entry(self, key: Any) -> str:
+        digest = hashlib.sha256(repr((self._made_from, key)).encode()).hexdigest()
+        return f"{self._name}-{digest[:24]}.nbc"
+
+    def load(self, key: Any) -> Any:
+        data = read_entry(self._folder, self._entry(key))
+        return None if data is None else pickle.loads(data)
+
+    def save(self, key: Any, data: Any) -> None:
+        write_entry(self._folder, self._entry(key), dumps(data))
+
+
 class _Cache(FunctionCache):
-    """Numba's cache, except that a missing folder, full disk or damaged file only costs a compilation."""
+    """Numba's cache in a folder of this user alone (`fp8moe.disk_cache`), with a checksum for each entry. A
+    missing folder, full disk or damaged file only costs a compilation."""
+
+    _impl_class = _Implementation
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        locator = self._impl.locator
+        self._cache_file = _Entries(self._cache_path, self._impl.filename_base, locator.get_source_stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:
             _warn_of_cache(error)
-            try:
-                self.flush()  # unreadable entries are rewritten
-            except Exception:
-                self.disable()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -132,9 +186,11 @@ def _warn_of_cache(error: Exception) -> None:
     global _warned_of_cache
     if not _warned_of_cache:
         _warned_of_cache = True
+        why = str(error) if isinstance(error, OSError) else "; ".join(_passed_over.values())
         warnings.warn(
-            f"fp8moe: Numba's cache of compiled loops does not work ({type(error).__name__}: {error}): every "
-            "process compiles them again; set NUMBA_CACHE_DIR to a folder that can be written to",
+            f"NUMBA_CACHE_DIR: a cache of compiled loops is not used ({why or repr(error)}); where there is "
+            "no other, every process compiles them again; set NUMBA_CACHE_DIR to a folder that belongs to "
+            "this user and that nobody else may write to",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -24,6 +24,7 @@ import pytest
 from cases import SEED, poison
 
 from fp8moe import dispatch, interop
+from fp8moe.disk_cache import make_folder
 from fp8moe.kernels_cuda import compiler
 from fp8moe.record_trees import map_arrays
 from fp8moe.records import DeviceArray
@@ -53,7 +54,7 @@ def folder_of(text, options, make):
     identify it. Set FP8MOE_TEST_CACHE_DIR to keep it for later runs."""
     key = hashlib.sha256(repr((text, options, COMPILER)).encode()).hexdigest()[:32]
     folder = Path(os.environ["FP8MOE_TEST_CACHE_DIR"]) / key
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)  # what lies in it is loaded
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
         if not (folder / "made").exists():
