@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, silu
 
 from fp8moe import checks
-from fp8moe.activation import Activation
+from fp8moe.activation import GATED, Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_operation import refuse_codes
@@ -29,7 +29,7 @@ from fp8moe.recipes import RECIPES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages
-    from megatron.core.activations import quick_gelu
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.fp8_utils import is_first_last_bf16_layer
@@ -43,7 +43,11 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+    from megatron.core.transformer.utils import (
+        erf_gelu,
+        make_sharded_object_for_checkpoint,
+        openai_gelu,
+    )
 
 __all__ = ["FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow"]
 
@@ -106,34 +110,52 @@ def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, 
         )
 
 
+#: values of `TransformerConfig`'s ``activation_func`` and their kinds without a gate, by name
+ACTIVATIONS: dict[str, tuple[Any, str]] = {
+    "silu": (silu, "silu"),
+    "gelu": (gelu, "gelu"),
+    "erf_gelu": (erf_gelu, "gelu"),
+    "fast_gelu": (fast_gelu, "gelu_tanh"),
+    "openai_gelu": (openai_gelu, "gelu_tanh"),
+    "quick_gelu": (quick_gelu, "quick_gelu"),
+    "squared_relu": (squared_relu, "relu2"),
+}
+
+
 def activation_of(config: Any) -> Activation:
     """Activation of the experts for a `TransformerConfig`.
 
-    Raises NotImplementedError for activations other than SwiGLU, GeGLU and the gated quick GELU.
+    Raises NotImplementedError for a function that no `Activation` has, and, without a gate, for fields that
+    then have no effect in Megatron.
     """
-    function = config.activation_func
-    options: dict[str, Any] = {
-        "clamp": getattr(config, "activation_func_clamp_value", None),
-        "linear_offset": getattr(config, "glu_linear_offset", 0.0),
-    }
-    if config.gated_linear_unit and function is silu:
-        return Activation("swiglu", **options)
-    if config.gated_linear_unit and function is quick_gelu:
-        return Activation("swiglu", alpha=1.702, **options)
-    if config.gated_linear_unit and function is gelu:
-        return Activation("geglu", **options)
-    name = getattr(function, "__name__", repr(function))
-    raise NotImplementedError(
-        f"activation_func: got {name} with gated_linear_unit={config.gated_linear_unit}; wanted silu, gelu "
-        "or quick_gelu with gated_linear_unit=True"
-    )
+    function, gated = config.activation_func, config.gated_linear_unit
+    kinds: dict[str, Any] = {act: act for _, act in ACTIVATIONS.values()}
+    if gated:
+        kinds = {act: kind for kind, act in GATED.items()}
+    kind = next((kinds.get(act) for known, act in ACTIVATIONS.values() if function is known), None)
+    if kind is None:
+        name = getattr(function, "__name__", repr(function))
+        names = [name for name, (_, act) in ACTIVATIONS.items() if act in kinds]
+        raise NotImplementedError(
+            f"activation_func: got {name} with gated_linear_unit={gated}; wanted one of {', '.join(names)}"
+        )
+    clamp = getattr(config, "activation_func_clamp_value", None)
+    offset = getattr(config, "glu_linear_offset", 0.0)
+    if not gated:
+        ignored = {"activation_func_clamp_value": (clamp, None), "glu_linear_offset": (offset, 0.0)}
+        for field, (value, wanted) in ignored.items():
+            if value != wanted:
+                raise NotImplementedError(
+                    f"{field}: got {value} with gated_linear_unit=False; wanted {wanted}, or a gate"
+                )
+    return Activation(kind, clamp=clamp, linear_offset=offset)
 
 
 class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     """Experts that replace Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
 
     They work with any of Megatron's dispatchers (allgather, alltoall, DeepEP, HybridEP), which permute the
-    rows. Bias, expert tensor parallelism, other activations and other unsupported options raise
+    rows. Bias, expert tensor parallelism, activations of no `Activation` and other unsupported options raise
     NotImplementedError when the module is created.
 
     Parameters
@@ -157,13 +179,13 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
 
     Notes
     -----
-    weight1 [E, 2F, H], gates before ups, and weight2 [E, H, F] are the weights of this rank's experts, in
-    ``params_dtype``. In a distributed checkpoint they have the keys, shapes and sharding of `SequentialMLP`,
-    so either module loads the other's checkpoint, with another number of ranks too. They are initialised like
-    `SequentialMLP`'s weights, in the same order. With the FP8 recipes the products add the weight gradients
-    to ``main_grad``. ``state_dict`` of weights sharded by Megatron-FSDP raises if there are several
-    expert-parallel ranks. Megatron's Muon optimizer, which is for matrices, leaves these weights with three
-    dimensions to the optimizer of the other parameters.
+    weight1 [E, 2F, H], gates before ups ([E, F, H] without a gate), and weight2 [E, H, F] are the weights of
+    this rank's experts, in ``params_dtype``. In a distributed checkpoint they have the keys, shapes and
+    sharding of `SequentialMLP`, so either module loads the other's checkpoint, with another number of ranks
+    too. They are initialised like `SequentialMLP`'s weights, in the same order. With the FP8 recipes the
+    products add the weight gradients to ``main_grad``. ``state_dict`` of weights sharded by Megatron-FSDP
+    raises if there are several expert-parallel ranks. Megatron's Muon optimizer, which is for matrices,
+    leaves these weights with three dimensions to the optimizer of the other parameters.
 
     Examples
     --------
@@ -208,9 +230,10 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         place: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
-        self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * ffn, hidden, **place))
+        rows = self.activation.columns(ffn)
+        self.weight1 = torch.nn.Parameter(torch.empty(num_local_experts, rows, hidden, **place))
         self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, hidden, ffn, **place))
-        set_tensor_model_parallel_attributes(self.weight1, True, 1, 2)
+        set_tensor_model_parallel_attributes(self.weight1, True, 1, rows // ffn)
         set_tensor_model_parallel_attributes(self.weight2, True, 2, 1)
         shared = self.ep_group.size() == 1 and groups.tp.size() == 1
         for weight in (self.weight1, self.weight2):
@@ -312,7 +335,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         -------
         dict of str to Any
             Keys, global shapes, offsets and replica ids of `SequentialMLP`: one piece per expert, two for
-            fc1.
+            fc1 with a gate.
 
         Raises
         ------
@@ -324,10 +347,11 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         places = _Places(tuple(sharded_offsets), rank, ranks, self.num_local_experts, singleton)
         replica = (0, 0, self.dp_group.rank())
         state: dict[str, Any] = {}
-        for weight, layer, parts in ((self.weight1, "linear_fc1", 2), (self.weight2, "linear_fc2", 1)):
+        halves = 2 if self.activation.gated else 1
+        for weight, layer, parts in ((self.weight1, "linear_fc1", halves), (self.weight2, "linear_fc2", 1)):
             build = functools.partial(_pieces, places=places, layer=layer, parts=parts)
             merge = functools.partial(_merged, parts=parts)
-            name = "weight1" if parts == 2 else "weight2"
+            name = "weight1" if weight is self.weight1 else "weight2"
             state[prefix + name] = ShardedTensorFactory(
                 f"{prefix}experts.{layer}.weight", weight, build, merge, replica
             )

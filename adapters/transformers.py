@@ -38,7 +38,7 @@ except ImportError as error:
 
 import fp8moe
 from fp8moe import Activation, checks
-from fp8moe.activation import Kind
+from fp8moe.activation import GATED, Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.grouped_gemm import BACKENDS, check_limit
@@ -332,14 +332,17 @@ def _activated(experts: Any, probe: np.ndarray, gated: bool) -> np.ndarray:
         return experts._apply_gate(torch.from_numpy(probe)).numpy()[:, 0]
 
 
+_SIGMOIDS = ("swiglu", "quick_geglu", "silu", "quick_gelu")
+
+
 @functools.lru_cache(maxsize=256)
 def _matching(activated: bytes, constants: tuple[float, ...], gated: bool) -> Activation | None:
     probe, expected = _probe(constants), np.frombuffer(activated, np.float64)
-    sigmoids = [("swiglu", alpha) for alpha in (1.0, 1.702, *constants)]
-    others = [(kind, 1.0) for kind in get_args(Kind) if kind not in ("swiglu", "quick_geglu", "relu2")]
+    sigmoids = [("swiglu" if gated else "silu", alpha) for alpha in (1.0, 1.702, *constants)]
+    others = [(kind, 1.0) for kind in get_args(Kind) if (kind in GATED) == gated and kind not in _SIGMOIDS]
     candidates: Any = itertools.product([*sigmoids, *others], (None, *constants), (0.0, 1.0))
-    if not gated:
-        candidates, probe = [(("relu2", 1.0), None, 0.0)], probe[:, :1].copy()
+    if not gated:  # without a gate there is no clamp and no offset
+        candidates, probe = ((kind, None, 0.0) for kind in (*sigmoids, *others)), probe[:, :1].copy()
     for (kind, alpha), clamp, offset in candidates:
         activation = Activation(kind, clamp, alpha, offset)
         values = fp8moe.swiglu(probe, activation=activation)[:, 0]

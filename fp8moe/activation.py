@@ -10,35 +10,40 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.records import Options
 
-Kind = Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2"]
+Kind = Literal[
+    "swiglu", "geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"
+]
+#: the kinds with a gate, and the kind without one that computes the same function
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "quick_geglu": "quick_gelu"}
 
 
 def halves_of(kind: str) -> int:
     """How many halves h has: 2 (gate and up projection), or 1 for an activation without a gate. A function
     and not a method, because torch.compile cannot call methods of a record that it treats as a constant."""
-    return 1 if kind == "relu2" else 2
+    return 2 if kind in GATED else 1
 
 
 @dataclass(frozen=True)
 class Activation(Options):
     """The activation between the experts' two GEMMs: y = act(a) * (b + linear_offset), for h = (a | b).
 
-    Without a gate, y = act(h).
+    Without a gate, y = act(h): h is [P, F] and w13 is [E, F, H].
 
     Attributes
     ----------
-    kind : "swiglu", "geglu", "geglu_tanh", "quick_geglu" or "relu2"
-        "swiglu": act(a) = a * sigmoid(alpha * a), which is SiLU for alpha = 1 and quick GELU for alpha =
-        1.702. "geglu": GELU, a * Phi(a), where Phi is the normal distribution function. "geglu_tanh": GELU's
-        tanh approximation, as torch's ``gelu(approximate="tanh")``. "quick_geglu": stored as "swiglu" with
-        alpha = 1.702. "relu2": max(h, 0)^2, without a gate: h is [P, F], w13 is [E, F, H], and the other
-        attributes do not apply.
+    kind : "swiglu", "geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"
+        "swiglu", and without a gate "silu": act(a) = a * sigmoid(alpha * a), which is SiLU for alpha = 1 and
+        quick GELU for alpha = 1.702. "geglu", "gelu": GELU, a * Phi(a), where Phi is the normal distribution
+        function. "geglu_tanh", "gelu_tanh": GELU's tanh approximation, as torch's
+        ``gelu(approximate="tanh")``. "quick_geglu", "quick_gelu": stored as "swiglu" and "silu" with alpha =
+        1.702. "relu2": max(h, 0)^2, without a gate.
     clamp : float or None
-        First clamps a to at most clamp, and b to [-clamp, clamp]. None: no clamping.
+        First clamps a to at most clamp, and b to [-clamp, clamp]. None: no clamping. For gated kinds only.
     alpha : float
-        Slope of the sigmoid, for "swiglu" only.
+        Slope of the sigmoid, for "swiglu" and "silu" only.
     linear_offset : float
-        Added to b. "swiglu" with alpha 1.702, clamp 7 and linear_offset 1 is gpt-oss's activation.
+        Added to b, for gated kinds only. "swiglu" with alpha 1.702, clamp 7 and linear_offset 1 is gpt-oss's
+        activation.
 
     Raises
     ------
@@ -66,10 +71,12 @@ class Activation(Options):
         ):
             # -0.0 becomes 0.0: ranks compare representations
             object.__setattr__(self, name, value if value is None else value + 0.0)
-        if self.kind != "swiglu" and self.alpha != 1.0:
-            raise ValueError(f'alpha: got {self.alpha} with kind={self.kind!r}; wanted it with "swiglu" only')
-        if self.kind == "quick_geglu":
-            object.__setattr__(self, "kind", "swiglu")
+        if self.kind not in ("swiglu", "silu") and self.alpha != 1.0:
+            raise ValueError(
+                f'alpha: got {self.alpha} with kind={self.kind!r}; wanted it with "swiglu" and "silu" only'
+            )
+        if self.function == "quick_gelu":
+            object.__setattr__(self, "kind", "swiglu" if self.gated else "silu")
             object.__setattr__(self, "alpha", 1.702)
         for name, value in (("clamp", clamp), ("linear_offset", self.linear_offset or None)):
             if not self.gated and value is not None:
@@ -79,6 +86,11 @@ class Activation(Options):
     def gated(self) -> bool:
         """Whether h consists of two halves (a | b)."""
         return halves_of(self.kind) == 2
+
+    @property
+    def function(self) -> str:
+        """The kind that computes act without a gate: "silu", "gelu", "gelu_tanh" or "relu2"."""
+        return GATED.get(self.kind, self.kind)
 
     def width(self, columns: int) -> int:
         """F, the number of columns of y, given the number of columns of h."""

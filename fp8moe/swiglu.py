@@ -27,7 +27,7 @@ def swiglu(
     Parameters
     ----------
     h : ArrayLike, floating point, [P, 2F]
-        Gate and up projections, side by side; for "relu2" [P, F].
+        Gate and up projections, side by side; [P, F] without a gate.
     probs : ArrayLike, floating point, [P], or None
         A factor per row.
     activation : Activation
@@ -122,7 +122,7 @@ def swiglu_quantize(
     Parameters
     ----------
     h : ArrayLike, bfloat16, float16 or float32, [P, 2F]
-        Gate and up projections, side by side; for "relu2" [P, F].
+        Gate and up projections, side by side; [P, F] without a gate.
     probs : ArrayLike, floating point, [P], or None
         A factor per row.
     fmt : "e4m3" or "e5m2"

@@ -35,6 +35,10 @@ OPTIONS: tuple[str, ...] = (
 _FORMATS: list[tuple[str, ...]] = [(f"FMT={fmt}", f"MX={mx}") for fmt in (0, 1) for mx in (0, 1)]
 _KINDS = ("BF16", "F16", "F32")
 _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
+_UNGATED = (
+    *(("BARE=1", f"ACT={act}", "GATED=0") for act in ("GELU", "GELU_TANH", "RELU2")),
+    *((f"BARE={bare}", "GATED=0") for bare in (1, 0)),
+)
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "expert_parallel": [(*c, f"PEERS={n}") for c in _CONVERSIONS if "MX=0" in c for n in (8, 1)],
     "grouped_gemm_mma": [
@@ -70,13 +74,14 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
             (*c, f"BARE={bare}", f"ACT={act}")
             for c in _CONVERSIONS[:1]
             for bare in (1, 0)
-            for act in ("GEGLU", "GEGLU_TANH")
+            for act in ("GELU", "GELU_TANH")
         ),
-        (*_CONVERSIONS[0], "BARE=1", "ACT=RELU2"),
+        *((*_CONVERSIONS[0], *ungated) for ungated in _UNGATED),
     ],
     "swiglu_transpose": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS if "MX=0" in c for bare in (1, 0)),
-        *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GEGLU", "GEGLU_TANH", "RELU2")),
+        *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GELU", "GELU_TANH")),
+        *((*_CONVERSIONS[0], *ungated) for ungated in _UNGATED),
     ],
     "router": [(f"PER_LANE={n}", f"LOSSES={losses}") for n in (4, 1, 8, 32) for losses in (0, 1)],
     "transpose": [

@@ -223,8 +223,8 @@ struct RowScales {
 
 // Blocks per multiprocessor: as many as leave enough registers. On sm_100a and sm_120a GELU with clamp and
 // offset spilled 52 and 76 bytes with 5 blocks, 20 and 4 with 4.
-#define SPILLS_WITH_FOUR (ACT == GEGLU && !BARE && __CUDA_ARCH__ >= 1000)
-#define BACKWARD_BLOCKS (KIND == F32 ? 4 : ACT == SWIGLU ? 6 : SPILLS_WITH_FOUR ? 3 : 5)
+#define SPILLS_WITH_FOUR (ACT == GELU && !BARE && __CUDA_ARCH__ >= 1000)
+#define BACKWARD_BLOCKS (KIND == F32 ? 4 : ACT == SILU ? 6 : SPILLS_WITH_FOUR ? 3 : 5)
 
 // dh with each half quantised in blocks of its own, and dprobs; zeros past *last.
 // Arguments: grad [rows, width], h and dh [rows, HALVES width], dprobs [rows] float32 or null; `vectors`:
@@ -338,10 +338,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
         float a[4], b[4], y[4];
         u8* row = own_values + i * (TILE * size);
         four_of<KIND>(row, a);
-        four_of<KIND>(row + table, b);
+        if (HALVES == 2) four_of<KIND>(row + table, b);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
+          const Element e = element(a[c], HALVES == 2 ? b[c] : 1.f, act.clamp, act.alpha, act.offset);
           const float x = exponent(e.a, act.alpha), s = fabsf(x) < FAR ? quick_sigmoid(x) : far_sigmoid(x);
           y[c] = i < valid_rows ? e.a * s * e.b * prob[i] : 0.f;
         }

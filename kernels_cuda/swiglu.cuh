@@ -1,15 +1,18 @@
-// The gated activations: one element in float64 as in the reference, and a fast version for eight elements.
+// The activations: one element in float64 as in the reference, and a fast version for eight elements.
 #pragma once
 #include "fp8.cuh"
 
-#define SWIGLU 0
-#define GEGLU 1
-#define GEGLU_TANH 2
-#define RELU2 3  // max(a, 0)^2, no gate: h is a, b is 1
+#define SILU 0
+#define GELU 1
+#define GELU_TANH 2
+#define RELU2 3  // max(a, 0)^2
 #ifndef ACT
-#define ACT SWIGLU
+#define ACT SILU
 #endif
-#define HALVES (ACT == RELU2 ? 1 : 2)  // halves of each row of h and dh
+#ifndef GATED
+#define GATED 1  // 0: h is a, and b is 1
+#endif
+#define HALVES (GATED ? 2 : 1)  // halves of each row of h and dh
 
 #ifndef KIND
 #define KIND BF16  // input of the fast path
@@ -25,28 +28,28 @@
 
 // z, where the gate's weight is s = sigmoid(z).
 __device__ __forceinline__ float exponent(float a, float alpha) {
-  if (ACT != GEGLU_TANH) return alpha * a;
+  if (ACT != GELU_TANH) return alpha * a;
   return a * ((float)LINE + (float)CUBE * (a * a));
 }
 
 // a * ds/da, where gate = a * s.
 __device__ __forceinline__ float slope(float a, float gate, float s, float alpha) {
   if (ACT == RELU2) return s;
-  if (ACT == GEGLU) return (float)((double)a * exp(-0.5 * (double)a * (double)a) / ROOT_PI);
-  if (ACT == GEGLU_TANH) alpha = (float)LINE + (float)(3 * CUBE) * (a * a);
+  if (ACT == GELU) return (float)((double)a * exp(-0.5 * (double)a * (double)a) / ROOT_PI);
+  if (ACT == GELU_TANH) alpha = (float)LINE + (float)(3 * CUBE) * (a * a);
   return alpha * gate * (1.f - s);
 }
 
 __device__ __forceinline__ double wide_weight(double a, double alpha) {
   if (ACT == RELU2) return a;
-  if (ACT == GEGLU) return 0.5 * erfc(-a * HALF_ROOT);
-  return 1.0 / (1.0 + exp(-(ACT == GEGLU_TANH ? a * (LINE + CUBE * (a * a)) : alpha * a)));
+  if (ACT == GELU) return 0.5 * erfc(-a * HALF_ROOT);
+  return 1.0 / (1.0 + exp(-(ACT == GELU_TANH ? a * (LINE + CUBE * (a * a)) : alpha * a)));
 }
 
 __device__ __forceinline__ double wide_slope(double a, double s, double alpha) {
   if (ACT == RELU2) return s;
-  if (ACT == GEGLU) return a * exp(-0.5 * a * a) / ROOT_PI;
-  return (ACT == GEGLU_TANH ? LINE + 3 * CUBE * (a * a) : alpha) * a * s * (1.0 - s);
+  if (ACT == GELU) return a * exp(-0.5 * a * a) / ROOT_PI;
+  return (ACT == GELU_TANH ? LINE + 3 * CUBE * (a * a) : alpha) * a * s * (1.0 - s);
 }
 
 struct Element {
@@ -58,7 +61,7 @@ __device__ __forceinline__ Element element(float a, float b, float clamp, float 
   Element e;
   if (ACT == RELU2) {
     e.a = e.s = a < 0.f ? 0.f : a;
-    e.b = 1.f;
+    e.b = b;
     e.a_free = e.b_free = true;
     return e;
   }
@@ -70,8 +73,8 @@ __device__ __forceinline__ Element element(float a, float b, float clamp, float 
   if (offset != 0.f) b += offset;
   e.a = a;
   e.b = b;
-  e.s = ACT == GEGLU ? (float)erfc(-(double)a * HALF_ROOT) * 0.5f
-                     : (float)(1.0 / (1.0 + exp(-(double)exponent(a, alpha))));
+  e.s = ACT == GELU ? (float)erfc(-(double)a * HALF_ROOT) * 0.5f
+                    : (float)(1.0 / (1.0 + exp(-(double)exponent(a, alpha))));
   return e;
 }
 
@@ -109,7 +112,7 @@ __device__ __forceinline__ float quick_normal(float x) { return 0.5f * erfcf(-(f
 
 __device__ __forceinline__ float quick_slope(float a, float gate, float s) {
   if (ACT == RELU2) return s;
-  if (ACT == GEGLU) return a * (exp2_approx(a * a * (-0.5f * LOG2E)) * (float)(1 / ROOT_PI));
+  if (ACT == GELU) return a * (exp2_approx(a * a * (-0.5f * LOG2E)) * (float)(1 / ROOT_PI));
   return slope(a, gate, s, 1.f);
 }
 
@@ -135,12 +138,16 @@ struct Gates {
 // Returns whether quick_sigmoid covers all eight.
 __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   g.free = 0xffffu;
+  if (!GATED) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) g.b[i] = 1.f;
+  }
   if (ACT == RELU2) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) g.a[i] = g.s[i] = g.a[i] < 0.f ? 0.f : g.a[i], g.b[i] = 1.f;
+    for (int i = 0; i < 8; ++i) g.a[i] = g.s[i] = g.a[i] < 0.f ? 0.f : g.a[i];
     return true;
   }
-  if (!BARE) {
+  if (GATED && !BARE) {  // without a gate there is no clamp and no offset
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (g.a[i] > act.clamp) g.free &= ~(1u << i), g.a[i] = act.clamp;
@@ -153,11 +160,11 @@ __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   bool near = true;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (ACT == GEGLU) {
+    if (ACT == GELU) {
       g.s[i] = quick_normal(g.a[i]);
       continue;
     }
-    const float x = BARE && ACT == SWIGLU ? g.a[i] : exponent(g.a[i], act.alpha);
+    const float x = BARE && ACT == SILU ? g.a[i] : exponent(g.a[i], act.alpha);
     near = near && fabsf(x) < FAR;
     g.s[i] = quick_sigmoid(x);
   }
@@ -178,7 +185,7 @@ __device__ __forceinline__ void gates(Gates& g, Activation act, bool far = false
 
 // Whether the sigmoid's range is tested by pairs of 16-bit values: 9 instructions for sixteen instead of 16.
 template <int FROM>
-constexpr bool BY_PAIRS = FROM != F32 && BARE && ACT == SWIGLU;
+constexpr bool BY_PAIRS = FROM != F32 && BARE && ACT == SILU;
 
 // Whether any value of a and b may have a magnitude of FAR or more, for BY_PAIRS. bfloat16 is compared as
 // f16: magnitudes are in the same order, and f16's NaN, which are bfloat16 from 2^121 on, remain above the
@@ -210,13 +217,13 @@ __device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eig
   for (int i = 0; i < 8; ++i) {
     const float gate = g.a[i] * g.s[i], of_gate = grads[i] * g.b[i];
     part = __fmaf_rn(of_gate, gate, part);
-    if (ACT == SWIGLU)
+    if (ACT == SILU)
       da[i] = of_gate * __fmaf_rn(BARE ? gate : act.alpha * gate, 1.f - g.s[i], g.s[i]);
     else
       da[i] = of_gate * (g.s[i] + quick_slope(g.a[i], gate, g.s[i]));
     db[i] = grads[i] * gate;
-    if (!BARE && !(g.free >> i & 1u)) da[i] = 0.f;
-    if (!BARE && !(g.free >> (8 + i) & 1u)) db[i] = 0.f;
+    if (GATED && !BARE && !(g.free >> i & 1u)) da[i] = 0.f;
+    if (GATED && !BARE && !(g.free >> (8 + i) & 1u)) db[i] = 0.f;
   }
   return part;
 }

@@ -292,7 +292,8 @@ def _bare(activation: Activation) -> tuple[str, ...]:
 
 
 def _act(activation: Activation) -> tuple[str, ...]:
-    return () if activation.kind == "swiglu" else (f"ACT={activation.kind.upper()}",)
+    function = () if activation.function == "silu" else (f"ACT={activation.function.upper()}",)
+    return function if activation.gated else (*function, "GATED=0")
 
 
 def _probs(probs: Any) -> tuple[Any, int]:

@@ -229,9 +229,9 @@ __device__ __forceinline__ void write_tiles(Made* made, const Share& own, bool o
 // Requires: offsets are multiples of 128.
 // Traffic: h is read once, both codes are written once.
 // Launch: one thread block of 256 per tile, in row-major order of tiles from the last one on.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32             ? 3
-                                                            : BARE && ACT == SWIGLU ? 5
-                                                                                    : 4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32           ? 3
+                                                            : BARE && ACT == SILU ? 5
+                                                                                  : 4)
     swiglu_quantize_transpose(const void* h, const void* probs, i64 probs_kind, const int* offsets,
                               i64 experts, float clamp, float alpha, float offset, i64 rows, i64 width,
                               u8* row_codes, float* row_scales, u8* codes, float* scales) {
@@ -290,9 +290,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 //   with three resident thread blocks per SM instead of four 312. Alone: 317 to 303 and 177 to 174. The
 //   row-wise kernel followed by the transpose took 358 where this one took 314.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32                             ? 2
-                                                            : KIND == BF16 && BARE && ACT == SWIGLU ? 4
-                                                                                                    : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32                           ? 2
+                                                            : KIND == BF16 && BARE && ACT == SILU ? 4
+                                                                                                  : 3)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                        const int* offsets, i64 experts, float clamp, float alpha,
                                        float offset, i64 rows, i64 width, u8* row_codes, float* row_scales,

@@ -189,6 +189,9 @@ ACTIVATIONS = (
     Activation("geglu_tanh"),
     Activation("geglu", clamp=0.5, linear_offset=1.0),
     Activation("relu2"),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("silu", alpha=1.702),
 )
 
 

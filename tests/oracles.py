@@ -94,18 +94,20 @@ def stored(scales, mx):
 
 
 def torch_swiglu(h, probs, activation):
-    if activation.kind == "relu2":
-        y = torch.relu(h).square()
+    functions = {
+        "silu": lambda a: a * torch.sigmoid(activation.alpha * a),
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"),
+        "relu2": lambda a: torch.relu(a).square(),
+    }
+    if activation.kind in functions:  # without a gate
+        y = functions[activation.kind](h)
         return y if probs is None else y * probs[:, None]
     a, b = h.chunk(2, dim=-1)
     if activation.clamp is not None:
         a, b = a.clamp(max=activation.clamp), b.clamp(-activation.clamp, activation.clamp)
-    gates = {
-        "swiglu": lambda a: a * torch.sigmoid(activation.alpha * a),
-        "geglu": torch.nn.functional.gelu,
-        "geglu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"),
-    }
-    y = gates[activation.kind](a) * (b + activation.linear_offset)
+    of_gate = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[activation.kind]
+    y = functions[of_gate](a) * (b + activation.linear_offset)
     return y if probs is None else y * probs[:, None]
 
 

@@ -525,7 +525,7 @@ ACTIVATIONS = (
     GPT_OSS,
     Activation("geglu"),
     Activation("geglu_tanh", clamp=7.0),
-    Activation("relu2"),
+    *(Activation(kind) for kind in ("silu", "quick_gelu", "gelu", "gelu_tanh", "relu2")),
 )
 
 
@@ -555,8 +555,8 @@ def test_swiglu(rows, block, activation, dtype, seed):
     expected, actual = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
     assert_close((expected.dh, actual.dh), 2.0**-7)
     # as in `unquantised`, relative to the magnitudes of the summands, which may cancel; the float32 sigmoid
-    # is the reference's, and a product has a few roundings
-    a, b = np.abs(h.astype(np.float64))[:, :128], np.abs(h.astype(np.float64))[:, -128:]  # relu2: both are h
+    # is the reference's, and a product has a few roundings; without a gate a and b are both h
+    a, b = np.abs(h.astype(np.float64))[:, :128], np.abs(h.astype(np.float64))[:, -128:]
     terms = (np.abs(grad.astype(np.float64)) * a * (b + 1)).sum(axis=1)
     bound = 2.0**-20 if dtype == np.float32 else 2.0**-18
     assert (np.abs(expected.dprobs.astype(np.float64) - actual.dprobs) <= bound * terms).all()
@@ -578,7 +578,7 @@ def swiglu_in_float64(h, probs, activation, grad=None):
     """(value, bound of the error of float32 with a sigmoid of relative error 2^-20.4), of y or of dh.
 
     The error of a product of n float32 factors is n - 1 roundings of 2^-24 plus the errors of its factors: at
-    most 2^-20 here. The error of the sum in da is relative to the magnitudes of its two terms. In "geglu" the
+    most 2^-20 here. The error of the sum in da is relative to the magnitudes of its two terms. In GELU the
     arguments of erfc and exp, -a / sqrt(2) and -a^2 / 2, have two roundings each, which the functions amplify
     by a^2.
     """
@@ -587,31 +587,35 @@ def swiglu_in_float64(h, probs, activation, grad=None):
         a, p = np.maximum(h, 0), probs.astype(np.float64)[:, None]
         y = a * a * p if grad is None else grad.astype(np.float64) * p * 2 * a
         return y, np.abs(y) * 2.0**-20 + UNDERFLOW
-    a, b = h[:, :width], h[:, width:]
+    a, b = h[:, :width], h[:, width:] if activation.gated else np.ones_like(h)
     limit = np.inf if activation.clamp is None else activation.clamp
-    alpha, kind = activation.alpha, activation.kind
+    alpha, by_tanh = activation.alpha, activation.kind in ("geglu_tanh", "gelu_tanh")
+    by_erf = activation.kind in ("geglu", "gelu")
     free_a, free_b = a <= limit, np.abs(b) <= limit
     a, b = np.minimum(a, limit), np.clip(b, -limit, limit) + activation.linear_offset
     line = 2 * np.sqrt(2 / np.pi)
-    z = a * (line + line * 0.044715 * a**2) if kind == "geglu_tanh" else alpha * a
+    z = a * (line + line * 0.044715 * a**2) if by_tanh else alpha * a
     with np.errstate(over="ignore"):  # overflow to infinity, for which s is 0
         s = 1 / (1 + np.exp(-z))
-    if kind == "geglu":
+    if by_erf:
         s = np.array([math.erfc(-v * math.sqrt(0.5)) / 2 for v in a.ravel()]).reshape(a.shape)
-    rounding = 2.0**-20 + (a**2 * 2.0**-23 if kind == "geglu" else 0)
+    rounding = 2.0**-20 + (a**2 * 2.0**-23 if by_erf else 0)
     p = probs.astype(np.float64)[:, None]
     if grad is None:
         y = a * s * b * p
         return y, np.abs(y) * rounding + UNDERFLOW
     scaled = grad.astype(np.float64) * p
-    by = line + 3 * line * 0.044715 * a**2 if kind == "geglu_tanh" else alpha
+    by = line + 3 * line * 0.044715 * a**2 if by_tanh else alpha
     inner = by * a * s * (1 - s)
-    if kind == "geglu":
+    if by_erf:
         inner = a * np.exp(-(a**2) / 2) / np.sqrt(2 * np.pi)
     # 1 - s cancels: its error is that of s, however small the difference
     slack = s * rounding + np.abs(by * a * s) * (np.abs(1 - s) + s) * rounding
-    dh = np.concatenate([free_a * scaled * b * (s + inner), free_b * scaled * a * s], axis=1)
-    error = np.concatenate([free_a * np.abs(scaled * b) * slack, np.abs(dh[:, width:]) * rounding], axis=1)
+    dh, error = free_a * scaled * b * (s + inner), free_a * np.abs(scaled * b) * slack
+    if activation.gated:
+        of_b = free_b * scaled * a * s
+        dh = np.concatenate([dh, of_b], axis=1)
+        error = np.concatenate([error, np.abs(of_b) * rounding], axis=1)
     return dh, error + np.abs(dh) * 2.0**-20 + UNDERFLOW
 
 

@@ -1,7 +1,6 @@
 """The adapter inside megatron-core: the permutation, ``fused=True`` compared with ``fused=False``, and the
 MoE layer compared with Megatron's own experts."""
 
-import copy
 import importlib
 import inspect
 import os
@@ -21,12 +20,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.activations import quick_gelu
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import erf_gelu, openai_gelu
 
 megatron = pytest.importorskip("fp8moe.adapters.megatron")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -416,11 +416,6 @@ class Product(torch.nn.Module):
         return x @ self.weight.T, None
 
 
-def plain_quick_gelu(x):
-    """Megatron's function, which it compiles."""
-    return x * torch.sigmoid(1.702 * x)
-
-
 @pytest.mark.parametrize(
     ("options", "activation"),
     [
@@ -430,6 +425,19 @@ def plain_quick_gelu(x):
         (
             {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
             fp8moe.Activation(alpha=1.702, clamp=7.0, linear_offset=1.0),
+        ),
+        ({"activation_func": fast_gelu}, fp8moe.Activation("geglu_tanh")),
+        *(
+            ({"activation_func": function, "gated_linear_unit": False}, fp8moe.Activation(kind))
+            for function, kind in (
+                (torch.nn.functional.gelu, "gelu"),  # Megatron's default
+                (erf_gelu, "gelu"),
+                (fast_gelu, "gelu_tanh"),
+                (openai_gelu, "gelu_tanh"),
+                (torch.nn.functional.silu, "silu"),
+                (quick_gelu, "quick_gelu"),
+                (squared_relu, "relu2"),
+            )
         ),
     ],
 )
@@ -442,19 +450,17 @@ def test_activations(options, activation):
     x = torch.randn(8, 64)
     y, bias = experts(x, counts, probs)
     assert bias is None
-    plain_config = copy.copy(given_config)
-    if plain_config.activation_func is quick_gelu:
-        plain_config.activation_func = plain_quick_gelu
     start, wanted = 0, []
     for e, count in enumerate(counts.tolist()):
         rows = slice(start, start + count)
         stand_in = types.SimpleNamespace(
-            config=plain_config,
-            activation_func=plain_config.activation_func,
+            config=given_config,
+            activation_func=given_config.activation_func,
             linear_fc1=Product(experts.weight1[e]),
             linear_fc2=Product(experts.weight2[e]),
         )
-        wanted.append(MLP.forward(stand_in, x[rows], per_token_scale=probs[rows])[0])
+        with torch.compiler.set_stance("force_eager"):  # Megatron compiles some of the functions
+            wanted.append(MLP.forward(stand_in, x[rows], per_token_scale=probs[rows])[0])
         start += count
     # products of 64 and 128 terms in float32
     torch.testing.assert_close(y, torch.cat(wanted), rtol=2e-5, atol=2e-6)
@@ -465,7 +471,13 @@ def test_activations(options, activation):
     [
         ("add_bias_linear", {"add_bias_linear": True}, {}),
         ("activation_func", {"activation_func": torch.nn.functional.relu}, {}),
-        ("activation_func", {"gated_linear_unit": False}, {}),
+        ("activation_func", {"activation_func": squared_relu}, {}),  # with a gate
+        (
+            "activation_func_clamp_value",
+            {"gated_linear_unit": False, "activation_func_clamp_value": 7.0},
+            {},
+        ),
+        ("glu_linear_offset", {"gated_linear_unit": False, "glu_linear_offset": 1.0}, {}),
         ("expert_tensor_parallel_size", {}, {"expt_tp": 2}),
         ("moe_apply_probs_on_input", {"then": {"moe_apply_probs_on_input": True}}, {}),
         ("delay_wgrad_compute", {"then": {"delay_wgrad_compute": True}}, {}),

@@ -43,7 +43,7 @@ def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed)
     # beyond 20.
     a = np.abs(h[:, :width].astype(np.float64))
     operand = 1 + np.abs(h[:, -width:].astype(np.float64))
-    z = 2 * a + 0.3 * a**3 * (activation.kind == "geglu_tanh")
+    z = 2 * a + 0.3 * a**3 * ("tanh" in activation.kind)
     shifted = activation.linear_offset != 0
     float32 = np.abs(exact) * 2.0**-24 * (6 + z) + a * operand * 2.0**-23 * shifted
     cast = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11}.get(dtype, 0) * np.abs(exact) * 1.01
@@ -186,6 +186,8 @@ def test_negative_zeros_of_an_activation_become_zeros():
             ValueError,
             "clamp: got 7.0 with kind='relu2'; wanted a gated kind",
         ),
+        ({"kind": "gelu", "clamp": 7.0}, ValueError, "clamp: got 7.0 with kind='gelu'; wanted a gated kind"),
+        ({"kind": "quick_gelu", "alpha": 2.0}, ValueError, "alpha: got 2.0 with kind='quick_gelu'"),
         ({"kind": "relu2", "linear_offset": 1}, ValueError, "linear_offset: got 1.0 with kind='relu2'"),
         ({"kind": "quick_geglu", "alpha": 2.0}, ValueError, "alpha: got 2.0 with kind='quick_geglu'"),
         ({"clamp": -1.0}, ValueError, "clamp: got -1.0"),
@@ -201,8 +203,9 @@ def test_unknown_activations_raise(arguments, kind, words):
         Activation(**arguments)
 
 
-def test_quick_geglu_is_swiglu_with_an_alpha():
+def test_quick_gelu_is_silu_with_an_alpha():
     assert Activation("quick_geglu", clamp=7.0) == Activation(alpha=1.702, clamp=7.0)
+    assert Activation("quick_gelu") == Activation("silu", alpha=1.702)
 
 
 def test_relu2_of_awkward_numbers():
@@ -216,22 +219,22 @@ def test_relu2_of_awkward_numbers():
     np.testing.assert_array_equal(g.dh, x.grad)
 
 
-@pytest.mark.parametrize("kind", ["geglu", "geglu_tanh"])
+@pytest.mark.parametrize("kind", ["geglu", "geglu_tanh", "gelu", "gelu_tanh"])
 def test_gelu_of_every_bfloat16(kind):
     """The function and its derivative for every finite bfloat16, compared with torch's in float64."""
     every = np.arange(1 << 16, dtype=np.uint16).view(BF16)
     every = every[np.isfinite(every.astype(np.float32))].astype(np.float32)
     every = every[np.abs(every) < 1e12]  # beyond, the cube of a float32 overflows
-    h = np.stack([every, np.ones_like(every)], axis=1)
+    h = np.stack([every, np.ones_like(every)][: Activation(kind).columns(1)], axis=1)
     x = torch.from_numpy(every.astype(np.float64)).requires_grad_()
-    y = torch.nn.functional.gelu(x, approximate="tanh" if kind == "geglu_tanh" else "none")
+    y = torch.nn.functional.gelu(x, approximate="tanh" if "tanh" in kind else "none")
     y.sum().backward()
     activation = Activation(kind)
     actual = fp8moe.swiglu(h, activation=activation)[:, 0]
     slope = fp8moe.swiglu_backward(np.ones((len(h), 1), np.float32), h, activation=activation).dh[:, 0]
     exact, a = y.detach().numpy(), np.abs(every.astype(np.float64))
     # as above; torch's own 1 + erf has an error of 2^-53 of one, and floats below 2^-126 of 2^-149
-    z, torch_error = 2 * a + 0.3 * a**3 * (kind == "geglu_tanh"), (1 + a) * 2.0**-51 + 2.0**-140
+    z, torch_error = 2 * a + 0.3 * a**3 * ("tanh" in kind), (1 + a) * 2.0**-51 + 2.0**-140
     assert (np.abs(actual - exact) <= np.abs(exact) * 2.0**-24 * (6 + z) + torch_error).all()
     # The derivative has two terms, s below 1 and a slope below 1.2 that decreases like exp(-a^2 / 3). Both
     # have the error of z, which matters only where neither s nor 1 - s vanishes.

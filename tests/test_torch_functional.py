@@ -241,12 +241,14 @@ def test_frozen_padded_weights(apart):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_without_a_gate(recipe):
-    """Squared ReLU, with and without biases, compared with float64; compiled results are bitwise equal."""
+@pytest.mark.parametrize(("recipe", "kind"), [*zip(RECIPES, ("relu2", "gelu", "relu2"), strict=True)])
+def test_experts_without_a_gate(recipe, kind):
+    """Squared ReLU or GELU, with and without biases, compared with float64; compiled results are bitwise
+    equal."""
     x, w13, _, w2, ids, probs, dy = problem()
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
-    activation, biases = Activation("relu2"), [torch.randn(E, F), torch.randn(E, H)]
+    function = torch.nn.functional.gelu if kind == "gelu" else lambda h: torch.relu(h).square()
+    activation, biases = Activation(kind), [torch.randn(E, F), torch.randn(E, H)]
     for added in ([], biases):
         leaves = [x, w13.to(dtype), w2.to(dtype), probs, *(b.to(dtype) for b in added)]
 
@@ -256,7 +258,7 @@ def test_experts_without_a_gate(recipe):
 
         def exact(x, w13, w2, probs, bias13=0.0, bias2=0.0):
             h = torch.einsum("th,enh->ten", x, w13) + bias13
-            every = torch.einsum("tef,ehf->teh", torch.relu(h).square(), w2) + bias2
+            every = torch.einsum("tef,ehf->teh", function(h), w2) + bias2
             shares = torch.where(ids >= 0, probs, 0)[..., None]
             return (torch.take_along_dim(every, ids.clamp(min=0)[..., None], 1) * shares).sum(1)
 

@@ -14,6 +14,7 @@ from cases import FP8_NOISE
 transformers = pytest.importorskip("transformers", minversion="5.23")
 warnings.filterwarnings("ignore", module="transformers")
 
+from fp8moe import Activation  # noqa: E402
 from fp8moe.adapters import transformers as adapter  # noqa: E402
 
 E, H, F, T, K = 4, 64, 48, 23, 2  # F is not a multiple of 128
@@ -148,10 +149,23 @@ def test_unsupported_activations_are_named(act):
         experts(*routed()[:3])
 
 
+NEMOTRON = "transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts"
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("silu", "silu"), ("quick_gelu", "quick_gelu")],
+)
+def test_experts_without_a_gate(act, kind):
+    experts, arguments = experts_of(*NEMOTRON, mlp_hidden_act=act), routed()
+    assert adapter.activation_of(experts) == Activation(kind)
+    for actual, true in zip(*(results(experts, i, *arguments) for i in (BF16, "eager")), strict=True):
+        assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+
+
 def test_experts_without_a_gate_of_another_activation():
-    module_path = "transformers.models.nemotron_h.modeling_nemotron_h"
-    experts = experts_of(module_path, "NemotronHExperts", mlp_hidden_act="silu", _experts_implementation=FP8)
-    with pytest.raises(NotImplementedError, match=r"NemotronHExperts: got experts without a gate \(SiLU"):
+    experts = experts_of(*NEMOTRON, mlp_hidden_act="mish", _experts_implementation=FP8)
+    with pytest.raises(NotImplementedError, match=r"NemotronHExperts: got experts without a gate \(Mish"):
         experts(*routed()[:3])
 
 

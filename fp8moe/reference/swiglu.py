@@ -1,26 +1,26 @@
 """SwiGLU and its backward, plain or fused with quantise.
 
-h holds (a | b) side by side. a' = min(a, clamp), b' = clip(b, -clamp, clamp) + linear_offset, and y = ((a' *
-s) * b') * prob, each step rounded to float32 in that order. s is the gate's weight: sigmoid(z) with z = alpha
-* a' for "swiglu", z = a' * (2c + 2c * 0.044715 * a'^2), c = sqrt(2 / pi), for "geglu_tanh" (where 1 + tanh(z
-/ 2) = 2 sigmoid(z)), and the normal distribution function Phi(a') for "geglu". The sigmoid and Phi are
-computed in float64 and rounded once, which is the nearest float32 except for about one value in 10^8; an
-implementation with another exponential differs only by that exponential's error.
+h holds (a | b) side by side; without a gate h is a, and b' = 1. a' = min(a, clamp), b' = clip(b, -clamp,
+clamp) + linear_offset, and y = ((a' * s) * b') * prob, each step rounded to float32 in that order. s is the
+gate's weight: sigmoid(z) with z = alpha * a' for SiLU, z = a' * (2c + 2c * 0.044715 * a'^2), c = sqrt(2 /
+pi), for GELU by tanh (where 1 + tanh(z / 2) = 2 sigmoid(z)), and the normal distribution function Phi(a') for
+GELU. The sigmoid and Phi are computed in float64 and rounded once, which is the nearest float32 except for
+about one value in 10^8; an implementation with another exponential differs only by that exponential's error.
 
 The derivative of a' * s is s + slope, slope = a' * ds/da': z' * (a' * s) * (1 - s), and a' * phi(a') for
-"geglu", with the normal density phi.
+GELU, with the normal density phi.
 
-"relu2" has no gate: h is a, a' = s = max(a, 0), b' = 1, and slope = s.
+Squared ReLU: a' = s = max(a, 0), and slope = s.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from fp8moe.activation import Activation, Kind
+from fp8moe.activation import Activation
 from fp8moe.records import Quantized, QuantTensor, SwigluGrad
 from fp8moe.reference.numerics import compiled, quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
@@ -165,7 +165,7 @@ def _halves(h: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarr
 
 
 def _clamped(a: np.ndarray, b: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray]:
-    if activation.kind == "relu2":
+    if activation.function == "relu2":
         a = np.where(a < 0, a.dtype.type(0), a)
     if activation.clamp is not None:
         limit = a.dtype.type(activation.clamp)
@@ -181,11 +181,11 @@ CUBE = LINE * 0.044715
 
 def _weight(a: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray:
     """s of the gates."""
-    if activation.kind == "relu2":
+    if activation.function == "relu2":
         return a
-    if activation.kind == "geglu":
+    if activation.function == "gelu":
         return _erfc(-a.astype(np.float64) * math.sqrt(0.5)).astype(wide) / wide.type(2)
-    if activation.kind == "geglu_tanh":
+    if activation.function == "gelu_tanh":
         z = a * (wide.type(LINE) + wide.type(CUBE) * (a * a))
     else:
         z = wide.type(activation.alpha) * a
@@ -193,13 +193,13 @@ def _weight(a: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray
 
 
 def _slope(a: np.ndarray, g: np.ndarray, s: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray:
-    if activation.kind == "relu2":
+    if activation.function == "relu2":
         return s
-    if activation.kind == "geglu":
+    if activation.function == "gelu":
         x = a.astype(np.float64)
         return (x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)).astype(wide)
     by = wide.type(activation.alpha)
-    if activation.kind == "geglu_tanh":
+    if activation.function == "gelu_tanh":
         by = wide.type(LINE) + wide.type(3 * CUBE) * (a * a)
     return by * g * (wide.type(1) - s)
 
@@ -217,22 +217,22 @@ def _weights(probs: np.ndarray | None) -> np.ndarray:
 
 def _constants(activation: Activation) -> tuple[Any, ...]:
     clamp = np.inf if activation.clamp is None else activation.clamp
-    kind = KINDS.index(activation.kind)
-    return kind, np.float32(clamp), np.float32(activation.alpha), np.float32(activation.linear_offset)
+    numbers = (np.float32(v) for v in (clamp, activation.alpha, activation.linear_offset))
+    return FUNCTIONS.index(activation.function), activation.gated, *numbers
 
 
-KINDS = get_args(Kind)
-GEGLU, GEGLU_TANH, RELU2 = (KINDS.index(kind) for kind in ("geglu", "geglu_tanh", "relu2"))
+FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+GELU, GELU_TANH, RELU2 = range(1, 4)
 LINE32, CUBE32, SLOPE32 = np.float32(LINE), np.float32(CUBE), np.float32(3 * CUBE)
 HALF_ROOT, ROOT_PI = math.sqrt(0.5), math.sqrt(2 * math.pi)
 
 
 @compiled
-def _value(a, b, kind, clamp, alpha, offset):  # type: ignore[no-untyped-def]
+def _value(a, b, function, clamp, alpha, offset):  # type: ignore[no-untyped-def]
     """(a', b', s): one element of `_clamped` and `_weight`."""
-    if kind == RELU2:
+    if function == RELU2:
         a = np.float32(0) if a < 0 else a
-        return a, np.float32(1), a
+        return a, b, a
     if a > clamp:
         a = clamp
     if b > clamp:
@@ -241,31 +241,33 @@ def _value(a, b, kind, clamp, alpha, offset):  # type: ignore[no-untyped-def]
         b = -clamp
     if offset != np.float32(0):
         b += offset
-    if kind == GEGLU:
+    if function == GELU:
         return a, b, np.float32(math.erfc(-np.float64(a) * HALF_ROOT)) * np.float32(0.5)
-    z = a * (LINE32 + CUBE32 * (a * a)) if kind == GEGLU_TANH else alpha * a
+    z = a * (LINE32 + CUBE32 * (a * a)) if function == GELU_TANH else alpha * a
     return a, b, np.float32(1.0 / (1.0 + math.exp(-np.float64(z))))
 
 
 @compiled
-def _slope_of(a, g, s, kind, alpha):  # type: ignore[no-untyped-def]
+def _slope_of(a, g, s, function, alpha):  # type: ignore[no-untyped-def]
     """One element of `_slope`."""
-    if kind == RELU2:
+    if function == RELU2:
         return s
-    if kind == GEGLU:
+    if function == GELU:
         x = np.float64(a)
         return np.float32(x * math.exp(-x * x / 2) / ROOT_PI)
-    by = LINE32 + SLOPE32 * (a * a) if kind == GEGLU_TANH else alpha
+    by = LINE32 + SLOPE32 * (a * a) if function == GELU_TANH else alpha
     return by * g * (np.float32(1) - s)
 
 
 @compiled
-def _forward_loop(first, last, h, probs, kind, clamp, alpha, offset, y):  # type: ignore[no-untyped-def]
+def _forward_loop(  # type: ignore[no-untyped-def]
+    first, last, h, probs, function, gated, clamp, alpha, offset, y
+):
     width = y.shape[1]
-    up = 0 if kind == RELU2 else width  # offset of b; not read without a gate
     for r in range(first, last):
         for i in range(width):
-            a, b, s = _value(h[r, i], h[r, up + i], kind, clamp, alpha, offset)
+            b = h[r, width + i] if gated else np.float32(1)
+            a, b, s = _value(h[r, i], b, function, clamp, alpha, offset)
             y[r, i] = a * s * b
         if probs.size:
             for i in range(width):
@@ -274,22 +276,22 @@ def _forward_loop(first, last, h, probs, kind, clamp, alpha, offset, y):  # type
 
 @compiled
 def _backward_loop(  # type: ignore[no-untyped-def]
-    first, last, grad, h, probs, kind, clamp, alpha, offset, dh, dprobs
+    first, last, grad, h, probs, function, gated, clamp, alpha, offset, dh, dprobs
 ):
     width = grad.shape[1]
-    up = 0 if kind == RELU2 else width
     for r in range(first, last):
         total = 0.0
         for i in range(width):
-            a, b, s = _value(h[r, i], h[r, up + i], kind, clamp, alpha, offset)
+            b = h[r, width + i] if gated else np.float32(1)
+            a, b, s = _value(h[r, i], b, function, clamp, alpha, offset)
             g = a * s
             scaled = grad[r, i]
             total += np.float64(scaled * g * b)
             if probs.size:
                 scaled *= probs[r]
-            da = scaled * b * (s + _slope_of(a, g, s, kind, alpha))
+            da = scaled * b * (s + _slope_of(a, g, s, function, alpha))
             db = scaled * g
             dh[r, i] = np.float32(0) if h[r, i] > clamp else da
-            if kind != RELU2:
+            if gated:
                 dh[r, width + i] = np.float32(0) if abs(h[r, width + i]) > clamp else db
         dprobs[r] = total

@@ -30,7 +30,7 @@ from fp8moe.selftest.rows import rows_of
 def activations(h: Any, without_gate: Any, dy: Any, row_probs: Any) -> tuple[Any, ...]:
     results = []
     for activation in ACTIVATIONS:
-        of = without_gate if activation.kind == "relu2" else h
+        of = h if activation.gated else without_gate
         y = fp8moe.swiglu(of, row_probs, activation=activation)
         g = fp8moe.swiglu_backward(dy, of, row_probs, activation=activation)
         results.append((y, g.dh, g.dprobs))
@@ -48,24 +48,24 @@ def compare_activations(i: Inputs, *results: Any) -> None:
         near(dprobs, (grad * plain).sum(axis=1), 1e-5, f"{label}: dprobs")
         # central differences in float64 are exact to about 1e-9
         wanted = [grad * probs * (of(a + step, b) - of(a - step, b)) / (2 * step)]
-        if activation.kind != "relu2":
+        if activation.gated:
             wanted.append(grad * probs * (of(a, b + step) - of(a, b - step)) / (2 * step))
         near(dh, np.concatenate(wanted, axis=1), 1e-5, f"{label}: gradient")
 
 
 def activated(activation: fp8moe.Activation, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The formula of an activation without its factor, in float64."""
-    if activation.kind == "relu2":
+    if activation.function == "relu2":
         return np.maximum(a, 0) ** 2
     if activation.clamp is not None:
         a, b = np.minimum(a, activation.clamp), np.clip(b, -activation.clamp, activation.clamp)
-    if activation.kind == "geglu":
+    if activation.function == "gelu":
         gate = np.vectorize(math.erf)(a / 2**0.5) / 2 + 0.5
-    elif activation.kind == "geglu_tanh":
+    elif activation.function == "gelu_tanh":
         gate = (1 + np.tanh((2 / np.pi) ** 0.5 * (a + 0.044715 * a**3))) / 2
     else:
         gate = 1 / (1 + np.exp(-activation.alpha * a))
-    return a * gate * (b + activation.linear_offset)
+    return a * gate * (b + activation.linear_offset) if activation.gated else a * gate
 
 
 def activated_codes(h: Any, dy: Any, row_probs: Any) -> tuple[Any, ...]:

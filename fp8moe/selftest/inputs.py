@@ -22,6 +22,7 @@ ACTIVATIONS = (
     fp8moe.Activation(clamp=1.501, alpha=1.702, linear_offset=1.0),  # no bfloat16 value equals the clamp
     fp8moe.Activation("geglu"),
     fp8moe.Activation("geglu_tanh"),
+    fp8moe.Activation("gelu"),
     fp8moe.Activation("relu2"),
 )
 ROUTERS = (
