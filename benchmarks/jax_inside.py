@@ -107,7 +107,7 @@ def seconds(function: Any, argument: Any) -> float:
 
 def outputs(result: Any) -> Any:
     """One or two of the result's arrays: returning arrays from a jitted function takes longer than computing
-    them (plan_topk with all seven 108 us, with one 10: h200-tuning.jsonl)."""
+    them (plan_topk with all seven 108 us, with one 10)."""
     if isinstance(result, fp8moe.PermutationPlan):
         return result.row_id_map
     return (result.data, result.probs) if isinstance(result, fp8moe.Permuted) else result

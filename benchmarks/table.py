@@ -475,61 +475,6 @@ def _scaling_paper() -> str:
     return scaling.table()
 
 
-# name prefixes of the rows of h200-tuning.jsonl for each page of docs/experiments
-EXPERIMENTS = {
-    "plan": ("plan_", "first use"),
-    "permute": ("permute+pad", "permute backward", "unpermute", "experiment: "),
-    "sort-chunks": ("sort_chunks", "pad ", "unpad", "chunk_sources", "move_rows"),
-    "quantize": ("quantize", "dequantize"),
-    "transpose": ("scaling_aware_transpose", "permute_transpose", "tiles moved"),
-    "swiglu": ("swiglu",),
-    "router": ("route", "add_product", "torch.addmm", "copy of the addend"),
-    "grouped-gemm-fp8": (
-        "grouped_gemm fwd",
-        "grouped_gemm wgrad",
-        "grouped_gemm,",
-        "grouped_gemm_wgrad",
-        "cuBLASLt",
-    ),
-    "grouped-gemm-16-bit": ("grouped_gemm 16 bits",),
-    "expert-parallelism": ("exchange", "dispatch", "combine", "pack messages", "unpack messages"),
-    "host": ("host",),
-    "layer": ("layer",),
-}
-
-
-def _experiment(prefixes: Iterable[str]) -> str:
-    """Tuning rows for a page: number of rows and commits of each setting."""
-    rows = [r for r in rows_of("h200-tuning") if r["name"].startswith(tuple(prefixes))]
-    groups: dict[str, Rows] = {}
-    for r in rows:
-        groups.setdefault(_setting(r), []).append(r)
-    rates = _range([r.get("copy_gb_s") for r in rows], "{:.0f}", " GB/s")
-    lines = [
-        f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
-        "`setting`, time, versions and commit." + (f" Copy bandwidth: {rates}." if rates else ""),
-        "",
-        '<details markdown="1"><summary>All settings, and the commits at which they were measured</summary>',
-        "",
-        "| setting | rows | commits |",
-        "|---|---:|---|",
-    ]
-    for setting, group in groups.items():
-        commits = ", ".join(dict.fromkeys(r["commit"] for r in group))
-        lines.append(f"| {setting} | {len(group)} | {commits} |".replace("<", "&lt;"))
-    return "\n".join([*lines, "", "</details>"]) + "\n"
-
-
-def _setting(row: dict[str, Any]) -> str:
-    """What was changed for a tuning run, or "unchanged"."""
-    setting = row.get("setting") or {}
-    if not isinstance(setting, dict):
-        return str(setting).replace("|", "/")
-    text = setting.get("change") or setting.get("variant")
-    text = text or ", ".join(f"{k}={v}" for k, v in setting.items())
-    return "unchanged" if text in ("", "-") else text.replace("|", "/")
-
-
 LINKS = {
     "picture": "docs/images/step-h200.png",
     "performance": "docs/performance/index.md",
@@ -587,7 +532,6 @@ _MADE: dict[str, Callable[[], str]] = {
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,
     "scaling-paper": _scaling_paper,
-    **{f"experiment-{page}": partial(_experiment, prefixes) for page, prefixes in EXPERIMENTS.items()},
 }
 
 
