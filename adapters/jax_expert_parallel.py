@@ -20,6 +20,7 @@ from fp8moe import checks, moe, recipes
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls, jax_ops
 from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
+from fp8moe.expert_parallel.messages import checked_ids
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
@@ -28,6 +29,7 @@ __all__ = ["moe_ffn"]
 
 _experts_forward = jax_ops.traceable(moe.experts_forward)
 _experts_backward = jax_ops.traceable(moe.experts_backward)
+_checked_ids = jax_ops.traceable(checked_ids)
 
 
 def moe_ffn(
@@ -198,6 +200,8 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
     devices = jax.lax.axis_size(layer.axis)
     weights = jax_ops.multiplied(w13, w2, layer)
     experts = moe.experts_of(weights[0])
+    if checks.reads_values():  # while this is traced; `local_ids` would make them negative without a word
+        ids = _checked_ids(ids, experts * devices)
     blocks = device_blocks(jnp, ids, experts, devices, layer.capacity)
     # int64 ids of no expert may not fit int32
     sent = local_ids(jnp, ids, experts * devices, 0).astype(jnp.int32)

@@ -214,7 +214,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     ):
         super().__init__(config=config)
         checks.choice("recipe", recipe, RECIPES)
-        self.backend, self.num_sms = checks.choice("backend", backend, BACKENDS), check_limit(num_sms)
+        self.backend = checks.choice("backend", backend, BACKENDS)
+        self.num_sms = check_limit(num_sms, backend)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, refused_with(recipe))
         if recipe != "bf16" and config.first_last_layers_bf16:
@@ -544,7 +545,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         checks.choice("recipe", recipe, RECIPES)
         checks.choice("backend", backend, BACKENDS)
         check_config(config, groups, refused_with(recipe) | REFUSED_BY_LAYER)
-        num_sms = check_limit(num_sms)
+        num_sms = check_limit(num_sms, backend)
         activation_of(config)
         # `_set_recipe` sets the recipe, which depends on the layer's number
         experts = ModuleSpec(module=FP8FlowExperts, params={"recipe": "bf16"})
@@ -670,7 +671,7 @@ def use_fp8_flow(
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
     checks.choice("dispatcher", dispatcher, ("fp8moe", "megatron"))
-    options = {"recipe": recipe, "backend": backend, "num_sms": check_limit(num_sms)}
+    options = {"recipe": recipe, "backend": backend, "num_sms": check_limit(num_sms, backend)}
     replaced = []
 
     def layer(submodules: Any, build: Callable[[Any, dict[str, Any]], Any]) -> Any:

@@ -185,13 +185,14 @@ class FP8FlowMoE(nn.Module):
                 f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
                 'pass recipe="fp8_flow", which pads with zeros'
             )
-        num_experts, topk = checks.integer("num_experts", num_experts, 1), checks.integer("topk", topk, 1)
+        num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
+        topk = checks.integer("topk", topk, 1)
         if topk > num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute = recipe, recompute
         self.backend = checks.choice("backend", backend, BACKENDS)
-        self.num_sms = check_limit(num_sms)
+        self.num_sms = check_limit(num_sms, backend)
         checks.options("activation", activation, Activation)
         self.activation = activation
         options = {"device": device, "dtype": dtype}

@@ -80,7 +80,9 @@ class Router(nn.Module):
     ):
         super().__init__()
         checks.options("config", config, RouterConfig)
-        check_choice(config, num_experts)
+        hidden = checks.integer("hidden", hidden, 1)
+        num_experts = checks.integer("num_experts", num_experts, 1)
+        check_choice(config, num_experts, "num_experts")
         self.config = config
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None

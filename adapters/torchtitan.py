@@ -182,7 +182,7 @@ class FP8MoEConverter(QuantizationConverter):
         checks.choice("recipe", config.recipe, RECIPES)
         checks.choice("recompute", config.recompute, RECOMPUTE)
         checks.choice("backend", config.backend, BACKENDS)
-        check_limit(config.num_sms)
+        check_limit(config.num_sms, config.backend)
         self.config = config
 
     def convert(self, model_config: Any) -> Any:

@@ -94,7 +94,7 @@ def enable(
         "recipe": checks.choice("recipe", recipe, RECIPES),
         "recompute": checks.choice("recompute", recompute, RECOMPUTE),
         "backend": checks.choice("backend", backend, BACKENDS),
-        "num_sms": check_limit(num_sms),
+        "num_sms": check_limit(num_sms, backend),
     }
     registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
     if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
@@ -155,6 +155,9 @@ def _multiply(
             f"{first}: got {len(w13)} experts; wanted {experts.num_experts}, the module's num_experts; set "
             "that where experts are removed, and remove them from the router as well"
         )
+    if comm is None and getattr(experts, "_is_expert_parallel", False):
+        # transformers' own expert parallelism names the experts of other ranks num_experts
+        ids = torch.where(ids == len(w13), -1, ids)
     if experts.has_gate and not experts.is_concatenated:
         w13 = _gates_before_ups(w13)
         bias13 = None if bias13 is None else _gates_before_ups(bias13)

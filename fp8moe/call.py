@@ -160,7 +160,7 @@ class Call:
         """An array's values on the host, for checks; on CUDA only with FP8MOE_CHECK=1: it synchronises."""
         if isinstance(raw, np.ndarray):
             return raw
-        return self.to_host(raw) if checks.CHECK_VALUES else None
+        return self.to_host(raw) if checks.reads_values() else None
 
     def to_host(self, raw: RawArray) -> np.ndarray:
         """Copy a small array to the host. On CUDA this synchronises with the call's stream."""

@@ -52,10 +52,20 @@ FLOATS = (BFLOAT16, np.dtype(np.float16), FLOAT32, np.dtype(np.float64))
 QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: also check values in CUDA memory, which synchronises; read once, because each access to os.environ takes 1
-#: us
-CHECK_VALUES = os.environ.get("FP8MOE_CHECK") == "1"
+#: the environment, FP8MOE_CHECK in it, and its value that switches the checks on: read in every call from
+#: os.environ's own table in 0.06 us, because os.environ.get encodes and decodes for 1 us
+_ENVIRONMENT, _CHECK, _ON = (
+    (os.environ._data, b"FP8MOE_CHECK", b"1")
+    if os.name == "posix" and hasattr(os.environ, "_data")
+    else (os.environ, "FP8MOE_CHECK", "1")
+)
 MAX_EXPERTS = 2**20  # a plan has arrays of this length
+
+
+def reads_values() -> bool:
+    """Whether FP8MOE_CHECK=1 now: values in CUDA memory are checked too, which synchronises, and expert
+    ids."""
+    return _ENVIRONMENT.get(_CHECK) == _ON
 
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
@@ -224,7 +234,7 @@ def plan(call: Any, value: Any, *, fills: bool = False) -> PermutationPlan:
     if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
         shape("plan.data", value.data, (elements,))
         dtype("plan.data", value.data, (INT32,))
-    if CHECK_VALUES or isinstance(value.data, np.ndarray):
+    if isinstance(value.data, np.ndarray) or reads_values():
         data = call.values(value.data)
         if data is not None:
             _entries(replace(value, data=data), fills)
@@ -346,12 +356,12 @@ def quant_tensor(
 
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
-    """With FP8MOE_CHECK=1: check that ids are at most num_experts (num_experts or negative: no expert)."""
-    values = call.values(ids) if CHECK_VALUES else None
-    if values is not None and values.max(initial=-1) > num_experts:
+    """With FP8MOE_CHECK=1: check that ids are below num_experts. Negative ids mean no expert."""
+    values = call.values(ids) if reads_values() else None
+    if values is not None and values.max(initial=-1) >= num_experts:
         raise ValueError(
-            f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or "
-            f"{num_experts} or a negative id for no expert"
+            f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or -1 "
+            "for no expert; subtract 1 from ids that count from one"
         )
 
 

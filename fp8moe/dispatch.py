@@ -58,7 +58,7 @@ def operation(function: Function) -> Function:
         if current.call is not None:
             return function(*arguments, **options)
         given = (*arguments, *options.values())
-        if checks.CHECK_VALUES or (given and type(given[0]) is np.ndarray):
+        if (given and type(given[0]) is np.ndarray) or checks.reads_values():
             return _run_now(function, names, arguments, options)
         key: list[Any] = [function, len(arguments), *options]
         arrays: list[Any] = []

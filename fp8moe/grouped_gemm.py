@@ -54,11 +54,17 @@ def _limit_of(call: Call, num_sms: int | None) -> int | None:
     return limit
 
 
-def check_limit(num_sms: int | None) -> int | None:
-    """Check ``num_sms``, except for the limit of the device; raises as `grouped_gemm`."""
+def check_limit(num_sms: int | None, backend: str | None = None) -> int | None:
+    """Check ``num_sms``, except for the limit of the device; raises as `grouped_gemm`. backend: the one that
+    every product will have, where it is known; None: the fastest."""
     if num_sms is None:
         return None
     limit = checks.integer("num_sms", num_sms, 2)
+    if backend not in (None, "wgmma"):
+        raise ValueError(
+            f"num_sms: got {num_sms} with backend={backend!r}, which cannot limit itself; wanted None, or "
+            "backend='wgmma' or None"
+        )
     if limit % 2:
         raise ValueError(f"num_sms: got {num_sms}; wanted an even number: multiprocessors work in pairs")
     return limit

@@ -25,8 +25,8 @@ def plan_topk(
     Parameters
     ----------
     topk_ids : ArrayLike, int32 or int64, [T, k]
-        Expert ids. A negative id, or one of at least E, means no expert (with FP8MOE_CHECK=1, ids above E
-        raise). An id that a token has twice gives two rows.
+        Expert ids. A negative id, or one of at least E, means no expert (with FP8MOE_CHECK=1, ids of at least
+        E raise). An id that a token has twice gives two rows.
     num_experts : int
         E, the number of experts.
     align_size : int

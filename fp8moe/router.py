@@ -333,14 +333,18 @@ def _check(logits: Any, config: Any) -> tuple[int, int]:
     checks.dtype("logits", logits, (checks.FLOAT32,))
     checks.shape("logits", logits, ("T", "E"))
     tokens, experts = logits.shape
-    if experts > MAX_EXPERTS:
-        raise ValueError(f"logits: got {experts} experts; wanted at most {MAX_EXPERTS}")
-    check_choice(config, experts)
+    check_choice(config, experts, "logits")
     return tokens, experts
 
 
-def check_choice(config: RouterConfig, experts: int) -> None:
-    """Check that so many experts have the configuration's groups, and enough experts in them."""
+def check_choice(config: RouterConfig, experts: int, name: str) -> None:
+    """Check that the router takes so many experts, of the argument ``name``, and that they have the
+    configuration's groups, and enough experts in them."""
+    if experts > MAX_EXPERTS:
+        raise ValueError(
+            f"{name}: got {experts} experts; wanted at most {MAX_EXPERTS} for a router; select the experts "
+            "by other means, and pass topk_ids and topk_probs to the layer"
+        )
     if experts % config.num_groups:
         raise ValueError(
             f"config.num_groups: got {config.num_groups} for {experts} experts; wanted a divisor of them"

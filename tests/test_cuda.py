@@ -514,7 +514,7 @@ def test_permute_transpose_and_checked_scales(monkeypatch):
         assert same_bits(expected.data[:, :end], actual.data[:, :end])
         assert same_bits(expected.scales, actual.scales)
     q = fp8moe.quantize(values(rng, (50, 72), BF16))
-    monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", True)
+    monkeypatch.setenv("FP8MOE_CHECK", "1")
     bad = QuantTensor(q.data, np.full_like(q.scales, 0.3))
     with pytest.raises(ValueError, match="powers of two"):
         fp8moe.scaling_aware_transpose(upload(bad))

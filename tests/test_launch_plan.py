@@ -339,7 +339,7 @@ def test_launch_plan_frees_temporaries_like_a_direct_call(monkeypatch, function)
     x, offsets = cuda_on_cpu.upload(x), cuda_on_cpu.upload(offsets)
 
     def measured(look):
-        monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", look)
+        monkeypatch.setenv("FP8MOE_CHECK", str(int(look)))
         counted.now = counted.most = counted.made = 0
         *result, same = function(x, offsets)
         assert same is offsets
@@ -520,7 +520,7 @@ def test_every_call_that_writes_to_out_is_counted(monkeypatch):
             make(source, out=first)
             assert times_overwritten(first) == before[0] + n
             assert [x is codes.data for x in told] == [True]  # the framework's own array
-        monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", True)  # without a plan
+        monkeypatch.setenv("FP8MOE_CHECK", "1")  # without a plan
         make(source, out=second)
         monkeypatch.undo()
         cuda_on_cpu.install(monkeypatch)

@@ -246,7 +246,7 @@ def test_ids_are_distinct_experts_for_all_logits(topk, experts, seed):
     ("change", "error", "message"),
     [
         ({"logits": np.zeros((2, 8))}, TypeError, "logits: got dtype float64; wanted float32"),
-        ({"logits": np.zeros((2, 1025), np.float32)}, ValueError, "logits: got 1025 experts"),
+        ({"logits": np.zeros((2, 1025), np.float32)}, ValueError, "logits: got 1025 experts; wanted at most"),
         ({"config": RouterConfig(9)}, ValueError, "topk: got 9; wanted at most 8"),
         ({"config": RouterConfig(2, num_groups=3)}, ValueError, "num_groups: got 3 for 8 experts"),
         ({"config": RouterConfig(5, num_groups=4, topk_groups=2)}, ValueError, "at most 4, the experts of 2"),

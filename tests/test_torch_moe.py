@@ -673,3 +673,39 @@ def test_a_routers_bias_stays_in_float32(assign):
     router.load_state_dict(renamed, assign=assign)
     assert router.expert_bias.dtype == torch.float32
     copy.deepcopy(router)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 4096}, "num_experts: got 4096 experts; wanted at most 1024 for a router"),
+        (
+            {"num_experts": 2**20 + 1, "router": False},
+            "num_experts: got 1048577; wanted an integer from 1 to",
+        ),
+        ({"num_experts": 64, "topk": 33}, "topk: got 33; wanted an integer from 1 to 32"),
+        ({"backend": "mma", "num_sms": 8}, "num_sms: got 8 with backend='mma', which cannot limit itself"),
+        ({"backend": "plain", "num_sms": 8, "recipe": "bf16"}, "num_sms: got 8 with backend='plain'"),
+    ],
+)
+def test_limits_known_to_the_constructor_raise_there(options, message):
+    sizes = {"hidden": 8, "ffn": 8, "num_experts": 4, "topk": 2}
+    with pytest.raises(ValueError, match=message):
+        FP8FlowMoE(**sizes | options, device="meta")
+    # without a router there is no limit of the router
+    layer = FP8FlowMoE(8, 8, 1025, 33, router=False, device="meta", backend="wgmma", num_sms=8)
+    assert layer.num_experts == 1025
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((8, 1025), ValueError, "num_experts: got 1025 experts; wanted at most 1024"),
+        ((8, 0), ValueError, "num_experts: got 0; wanted an integer from 1"),
+        ((0, 4), ValueError, "hidden: got 0; wanted an integer from 1"),
+        ((8.0, 4), TypeError, "hidden: got float; wanted an integer"),
+    ],
+)
+def test_sizes_that_a_router_module_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Router(*arguments, RouterConfig(2))

@@ -120,8 +120,7 @@ def prepare_dispatch(
     if num_experts % world:
         raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
     if engine:
-        a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
-        check_rows(a.x, a.topk_ids, a.topk_probs)
+        check_rows(enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs), num_experts)
         given = x, topk_ids, topk_probs, num_experts, fmt
         return lambda async_op: _pending(lambda: engine.dispatch(*given), async_op)
     capacity = capacity_of(comm)

@@ -312,6 +312,14 @@ def local_ids(ids: Any, first: int, experts: int) -> Any:
 
 
 @operation
+def checked_ids(ids: Any, num_experts: int) -> Any:
+    """`local_ids` of all experts; with FP8MOE_CHECK=1 ids of num_experts and more raise."""
+    call = enter(ids=ids)
+    checks.expert_ids(call, "topk_ids", call.args.ids, num_experts)
+    return call.leave(local_ids(ids, 0, num_experts))
+
+
+@operation
 def limit_rows(plan: PermutationPlan, capacity: int) -> PermutationPlan:
     """A plan of ranks with exactly ``capacity`` rows per rank and no padding: rows of later tokens beyond it
     are dropped and counted in ``overflow``. Does not synchronise."""
@@ -368,8 +376,9 @@ def _outgoing(
     capacity: int | None,
     packed: bool,
 ) -> tuple[Any, ...]:
-    a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
-    check_rows(a.x, a.topk_ids, a.topk_probs)
+    call = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs)
+    a = call.args
+    check_rows(call, num_experts)
     experts = num_experts // world
     mask, entries = rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk_ids.shape[1], world))
@@ -385,8 +394,9 @@ def _outgoing(
     return plan, entries, ids, rows
 
 
-def check_rows(x: Any, topk_ids: Any, topk_probs: Any) -> None:
+def check_rows(call: Call, num_experts: int) -> None:
     """Validates the raw arrays of `dispatch`."""
+    x, topk_ids, topk_probs = call.args.x, call.args.topk_ids, call.args.topk_probs
     checks.shape("x", x, ("T", "H"))
     if not isinstance(x, QuantTensor):
         checks.dtype("x", x, checks.FLOATS)
@@ -394,6 +404,7 @@ def check_rows(x: Any, topk_ids: Any, topk_probs: Any) -> None:
     checks.shape("topk_ids", topk_ids, (x.shape[0], "k"))
     checks.dtype("topk_probs", topk_probs, checks.FLOATS)
     checks.shape("topk_probs", topk_probs, tuple(topk_ids.shape))
+    checks.expert_ids(call, "topk_ids", topk_ids, num_experts)
 
 
 # ---------------------------------------------------------------- rows of some of the tokens
