@@ -112,11 +112,16 @@ def quantize(
     gives scale 1; scales are at least 2^-126, so that none is subnormal.
 
     MXFP8: the scale is 2^e, stored as E8M0, the byte e + 127. "up" is NVIDIA's recipe for training (arXiv
-    2506.08027; torchao calls it RCEIL), and bit for bit Transformer Engine's scale for every finite amax: e =
+    2506.08027; torchao calls it RCEIL), and bit for bit Transformer Engine's scale for every amax: e =
     ceil(log2(amax / max_of_format)), the quotient rounded to float32. "floor" is the OCP MX specification
     1.0, section 6.3: e = floor(log2(amax)) - emax of the format, so what lies above max_of_format * 2^e
-    saturates. Both: e is at least -127, which zeros have; an infinite amax gives 2^127, under which infinity
-    stays infinity; NaN gives 1.
+    saturates. Both: e is at least -127, which zeros have. Infinity stays infinity: its block has the scale
+    2^127 ("up") or 2^(128 - emax) and the format's largest code, whose product exceeds float32.
+
+    A NaN makes its whole MXFP8 block NaN, as in torchao and Transformer Engine, so that one look at the
+    scales finds what training has spoilt: the scale is E8M0's NaN, byte 255; all codes are NaN ("up"), or
+    those of finite values are zeros ("floor", torchao's). Blocks of other shapes keep a NaN to its element,
+    under scale 1.
 
     Examples
     --------

@@ -64,9 +64,10 @@ def scaling_aware_transpose(
     The method is from arXiv 2511.02302, with correct rounding: every code is exact if it is representable,
     otherwise rounded to nearest even, including subnormals. -0 and NaN are preserved. Rows of zeros, or with
     scale 0, do not contribute to a block's scale. MXFP8 scales are rounded up, whatever ``scale_rounding``
-    the rows had, so that no value saturates. The additional rounding error of "tile" and "block" over
-    "column" is at most 2^-10 times the tile's scale, which for rows made by `quantize` is 2^-17 of the tile's
-    largest value.
+    the rows had, so that no value saturates; a column block with a NaN becomes NaN as a whole, as in
+    `quantize` ("tile": a tile with a row's scale of NaN). The additional rounding error of "tile" and "block"
+    over "column" is at most 2^-10 times the tile's scale, which for rows made by `quantize` is 2^-17 of the
+    tile's largest value.
 
     Examples
     --------

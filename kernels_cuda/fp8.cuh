@@ -72,9 +72,11 @@ __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, 
     // amax / max is a subnormal float here: one bit of amax above 2^-127 is rounded away
     const u32 above = rule.up ? ABOVE_LIMIT - (amax < (u32)(emax + 1) << 23) : 0u;
     int code = max((int)((amax + above) >> 23) - emax, 0);
-    if (amax >= 0x7f800000u) code = amax == 0x7f800000u ? 254 : 127;
-    *exponent_code = (u8)code;
-    return __uint_as_float(max((u32)(254 - code) << 23, 1u << 22));  // 2^-127 for an infinite amax
+    if (rule.up && amax == 0x7f800000u) code = 254;
+    const u32 factor = max((u32)(254 - code) << 23, 1u << 22);  // 2^-127 for code 254
+    const bool nan = amax > 0x7f800000u;
+    *exponent_code = (u8)(nan ? 255 : code);
+    return __uint_as_float(!nan ? factor : rule.up ? amax : 0u);
   }
   if (rule.up) {
     // floor of log2(448 / amax) or log2(57344 / amax)
@@ -188,6 +190,11 @@ template <class Put>
 __device__ __forceinline__ u32 encode_products(float* x, float* y, float by, Rule rule, const Put& put) {
   float scale;
   u8 exponent;
+  if (rule.mx && fabsf(by) == __uint_as_float(0x7f800000u)) {  // its products with zeros are NaN
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] *= by, y[i] *= by;
+    by = 1.f;
+  }
   // amax of the products is the product of amax: rounding is monotonic
   const float top = __uint_as_float(largest_of_block(x, y, rule)) * fabsf(by);
   const float factor = block_scale(__float_as_uint(top), rule, &scale, &exponent);

@@ -321,7 +321,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
     if (tile) {
       // a row counts if it has a non-zero code in this tile
       const u32 lanes = width == 32 ? 32 : blockDim.x;
-      bool occupied = (code & 0x7f) != 0;
+      bool occupied = (code & 0x7f) != 0 || e == NAN_SCALE;
       if (lanes == 32)
         occupied = __any_sync(0xffffffffu, occupied);
       else
@@ -338,11 +338,12 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
   for (i64 r = lo; r < hi; ++r) {
     const i64 from = source ? source[r] : r;
     float value = 0.f;
+    int e = ZERO_SCALE;
     if (from >= 0) {
-      const int e = exponent_of(scale_word(scales, from * across + c / width, (int)mx), 0, (int)mx);
-      value = moved_value(decode(codes[from * columns + c], (int)fmt), e, target);
+      e = exponent_of(scale_word(scales, from * across + c / width, (int)mx), 0, (int)mx);
+      value = decode(codes[from * columns + c], (int)fmt);
     }
-    out[c * rows + r] = encode(value, (int)fmt);
+    out[c * rows + r] = encode(moved_value(value, e, target, (int)mx), (int)fmt);
   }
   const i64 at = strip * columns + c;
   if (blocks) {

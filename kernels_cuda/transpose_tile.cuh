@@ -39,15 +39,15 @@ __device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
 }
 
 __device__ __forceinline__ int final_target(int target, int mx) {
-  if (target >= NAN_SCALE) return 0;
-  if (mx) return min(max(target, -127), 127);  // all zeros: -127
+  if (target >= NAN_SCALE) return mx ? 128 : 0;  // E8M0's byte 255: the block is NaN
+  if (mx) return min(max(target, -127), 127);    // all zeros: -127
   return target <= ZERO_SCALE ? 0 : max(target, -126);
 }
 
 // Value of a code with scale exponent e, relative to a block of scale exponent `target`. Beyond 40 powers of
 // two the result is zero or saturates.
-__device__ __forceinline__ float moved_value(float value, int e, int target) {
-  if (e == NAN_SCALE) return __uint_as_float(0x7fc00000u);
+__device__ __forceinline__ float moved_value(float value, int e, int target, int mx) {
+  if (e == NAN_SCALE || (mx && target > 127)) return __uint_as_float(0x7fc00000u);
   if (e == ZERO_SCALE) return value * 0.f;
   return value * power_of_two(min(max(e - target, -40), 40));
 }
@@ -155,7 +155,8 @@ __device__ __noinline__ void by_columns(const Lane& rows_of_lane, const u8* in, 
     for (u32 r = 0; r < 8; ++r) {
       const int e = exponents[r], needed = needed_exponent(value(r), fmt, mx);
       if (TILE_TARGET) {
-        if (filled.has(rows_of_lane.first_row + r) && e != ZERO_SCALE)
+        // MXFP8: of NaN also zeros
+        if ((filled.has(rows_of_lane.first_row + r) && e != ZERO_SCALE) || (mx && e == NAN_SCALE))
           target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
       } else if (e == NAN_SCALE || needed == NAN_TARGET) {
         target = NAN_TARGET;
@@ -168,7 +169,7 @@ __device__ __noinline__ void by_columns(const Lane& rows_of_lane, const u8* in, 
     target = final_target(target, mx);
 #pragma unroll 1
     for (u32 r = 0; r < 8 && (int)r < left; ++r)
-      to[r] = (u8)encode2(moved_value(value(r), exponents[r], target), 0.f, fmt);
+      to[r] = (u8)encode2(moved_value(value(r), exponents[r], target, mx), 0.f, fmt);
     if (at < 0 || threadIdx.x % behind > 1) continue;
     if (BLOCKED)
       ((u8*)out_scales)[place_in_tile(rows_of_lane.column + c, (u32)at)] = some_rows ? (u8)(target + 127) : 0;

@@ -18,7 +18,7 @@ from cases import (
     same_bits,
     values,
 )
-from oracles import at_boundaries, blocks_of, transposed
+from oracles import at_boundaries, blocks_of, stored, transposed
 
 import fp8moe
 from fp8moe import QuantTensor, expert_parallel
@@ -330,22 +330,25 @@ def gates_far_below_zero(both, dtype):
 
 
 def products_beyond_float32(both):
-    """MXFP8 blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
-    a = np.zeros((4, 128), np.float32)
+    """MXFP8 blocks of zeros, of values whose product with the probability is infinite, of NaN, and under
+    infinite probabilities, which make NaN of zeros."""
+    a = np.zeros((6, 128), np.float32)
     a[1, :4] = 1.5 * 2.0**126, -1.5 * 2.0**126, 1.25 * 2.0**123, 1.25 * 2.0**40
-    a[2, :2], a[3] = (np.nan, 1.0), a[1]
-    h = np.concatenate([np.full((4, 128), 64), a / 64], axis=1).astype(BF16)  # with sigmoid 1
-    probs = np.array([3, 8, 1, 1], np.float32)
+    a[2, :2], a[3], a[4, :33], a[5, 32:] = (np.nan, 1.0), a[1], 1, -2
+    h = np.concatenate([np.full((6, 128), 64), a / 64], axis=1).astype(BF16)  # with sigmoid 1
+    probs = np.array([3, 8, 1, 1, np.inf, -np.inf], np.float32)
     for options in ({}, {"columnwise": True}):
         options |= {"block": (1, 32)}
         expected, actual = both(fp8moe.swiglu_quantize, h, probs, **options)
         assert_same(expected, actual)
         q = actual.rowwise if "columnwise" in options else actual
-        assert q.scales.tolist() == [[0] * 4, [254, 0, 0, 0], [127, 0, 0, 0], [245, 0, 0, 0]]
+        assert q.scales[:4].tolist() == [[0] * 4, [254, 0, 0, 0], [255, 0, 0, 0], [245, 0, 0, 0]]
+        assert q.scales[4:].tolist() == [[254, 255, 255, 255], [255, 254, 254, 254]]
         # 1.25 * 2^126 by 2^127 is 0.625; 1.5 * 2^126 by 2^118 is 384
         wanted = [[448, -448, 0.625, 0], [384, -384, 40, 0]]
         assert from_float8(q.data[[1, 3], :4], "e4m3").tolist() == wanted
-        assert (q.data[2, 0], q.data[2, 1]) == (0x7F, 0x38)
+        assert (q.data[2, :32] == 0x7F).all()
+        assert not q.data[2, 32:].any()
     grads = both(fp8moe.swiglu_quantize_backward, a.astype(BF16), h, probs, block=(1, 32))
     assert same_bits(grads[0].dh.scales, grads[1].dh.scales)
 
@@ -426,8 +429,7 @@ def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
 def check(q, got, ranges, target="column"):
     codes, scales = transposed(q, ranges, target)
     height = q.block[1]
-    wanted = np.log2(scales) + 127 if height == 32 else scales
-    assert same_bits(got.scales[: len(scales)], wanted.astype(got.scales.dtype))
+    assert same_bits(got.scales[: len(scales)], stored(scales, height == 32))
     for lo, hi in ranges:
         assert same_bits(got.data[:, lo:hi], codes[:, lo:hi])
     assert got.block == (height, 1)

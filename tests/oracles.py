@@ -16,18 +16,24 @@ def e8m0(amax, fmt, rounding="up"):
 
     "up": the smallest scale for which the largest code is at least amax. Transformer Engine divides in
     float32, whose steps below 2^-126 are 2^-149, so 2^-127 also covers values up to half a step above it.
-    "floor": the largest power of two within amax, divided by the format's largest power of two.
+    "floor": the largest power of two within amax, divided by the format's largest power of two; infinity is
+    2^128, as its bits say. The byte of NaN is E8M0's own NaN.
     """
     amax = np.asarray(amax, np.float64)
     if rounding == "up":
         scales = np.exp2(EXPONENTS)
         scales[0] += 2.0**-150
-        byte = np.searchsorted(MAX[fmt] * scales, amax)
+        byte = np.where(np.isinf(amax), 254, np.searchsorted(MAX[fmt] * scales, amax))
     else:
         emax = {"e4m3": 8, "e5m2": 15}[fmt]
+        amax = np.where(np.isinf(amax), 2.0**128, amax)
         byte = np.maximum(np.searchsorted(np.exp2(EXPONENTS + emax), amax, side="right") - 1, 0)
-    byte = np.where(np.isinf(amax), 254, byte)
-    return np.where(np.isnan(amax), 127, byte).astype(np.uint8)
+    return np.where(np.isnan(amax), 255, byte).astype(np.uint8)
+
+
+def e8m0_values(byte):
+    """Scales in float64."""
+    return np.where(np.asarray(byte) == 255, np.nan, np.exp2(np.asarray(byte, np.float64) - 127))
 
 
 def at_boundaries(fmt, dtype):
@@ -54,7 +60,7 @@ def blocks_of(amax, rng):
 def quantized_scale(amax, fmt, pow2, mx, rounding="up"):
     """The scale of one block by exact fractions; None means 1."""
     if mx:
-        return 2.0 ** (float(e8m0(amax, fmt, rounding)) - 127)
+        return float(e8m0_values(e8m0(amax, fmt, rounding)))
     if amax == 0 or not math.isfinite(amax):
         return 1.0
     if pow2:  # the smallest power of two that is at least amax / max, without division or floats
@@ -82,6 +88,8 @@ def quantized(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
             amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
             scale = scales[i, j] = quantized_scale(float(amax), fmt, pow2, mx, rounding)
             if mx or pow2:
+                if mx and rounding == "floor" and np.isnan(scale):
+                    scale = np.inf  # torchao divides by the float32 of exponent 255: codes of 0 and NaN
                 y = x32[part].astype(np.float64) / scale  # a power of two, so this is exact
             else:
                 y = x32[part] * (np.float32(1) / np.float32(scale))  # rounded twice, as in the specification
@@ -90,7 +98,9 @@ def quantized(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
 
 
 def stored(scales, mx):
-    return (np.log2(scales) + 127).astype(np.uint8) if mx else scales.astype(np.float32)
+    if not mx:
+        return scales.astype(np.float32)
+    return np.where(np.isnan(scales), 255, np.log2(scales) + 127).astype(np.uint8)
 
 
 def torch_swiglu(h, probs, activation):
@@ -113,7 +123,7 @@ def torch_swiglu(h, probs, activation):
 
 def exact(q):
     width = q.block[1]
-    scales = np.exp2(q.scales.astype(np.float64) - 127) if width == 32 else q.scales.astype(np.float64)
+    scales = e8m0_values(q.scales) if width == 32 else q.scales.astype(np.float64)
     with np.errstate(invalid="ignore"):
         return from_float8(q.data, q.fmt) * np.repeat(scales, width, axis=1)[:, : q.data.shape[1]]
 
@@ -142,7 +152,9 @@ def tile_scales(q, lo, hi):
         part = q.data[lo:hi, c : c + q.block[1]]
         occupied = ((part & 0x7F) != 0).any(axis=1)
         scales = q.scales[lo:hi, c // q.block[1]]
-        scales = np.exp2(scales.astype(float) - 127) if q.block[1] == 32 else scales
+        if q.block[1] == 32:
+            occupied |= scales == 255  # NaN times 0 is NaN
+            scales = e8m0_values(scales)
         scales = scales[occupied & (scales != 0)]
         nothing = 2.0**-127 if q.block[1] == 32 else 1.0
         row += [float(scales.max()) if len(scales) else nothing] * part.shape[1]

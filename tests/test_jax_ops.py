@@ -207,6 +207,20 @@ def test_float8_arrays_are_codes(jit):
     assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS), transposed)
 
 
+def test_mxfp8_blocks_with_nan_are_nan():
+    x = X.astype(np.float32)
+    x[1, 5] = np.nan
+
+    def work(x):
+        q = jax_ops.quantize(x, block=(1, 32))
+        return q, jax_ops.scaling_aware_transpose(q), jax_ops.dequantize(q)
+
+    q, columns, back = jitted(work, x)
+    np.testing.assert_array_equal(np.argwhere(q.scales == 255), [[1, 0]])
+    np.testing.assert_array_equal(np.argwhere(np.isnan(back)), [[1, column] for column in range(32)])
+    assert_same((q, columns), (fp8moe.quantize(x, block=(1, 32)), fp8moe.scaling_aware_transpose(q)))
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_array_to_add_to_is_not_changed(jit):
     a, b = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))

@@ -5,6 +5,7 @@ import importlib
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from cases import (
     BF16,
     FLOAT8,
@@ -38,7 +39,7 @@ def transformer_engines_e8m0(amax, fmt):
     exponent, mantissa = u >> 23, u & 0x7FFFFF
     up = ((mantissa > 0) & (exponent != 0xFE)) & ~((exponent == 0) & (mantissa <= 0x400000))
     actual = np.where(value == 0, 0, exponent + up)
-    return np.where(np.isinf(value), 0xFE, actual).astype(np.uint8)
+    return np.where(np.isnan(value), 0xFF, np.where(np.isinf(value), 0xFE, actual)).astype(np.uint8)
 
 
 SIZES_K = (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -178,7 +179,7 @@ def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
 def test_mxfp8_scales_are_transformer_engines(dtype, fmt):
-    amax = np.append(at_boundaries(fmt, dtype), np.array(np.inf, dtype))
+    amax = np.append(at_boundaries(fmt, dtype), np.array([np.inf, np.nan], dtype))
     q = fp8moe.quantize(amax[:, None], fmt=fmt, block=(1, 32))
     assert same_bits(q.scales[:, 0], transformer_engines_e8m0(amax, fmt))
 
@@ -193,17 +194,56 @@ def test_special_values_of_mxfp8(fmt, rounding):
     x[4, 0] = -1e-45
     x[5, 0] = np.finfo(np.float32).max
     q = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding)
-    assert q.scales[:5, 0].tolist() == [0, 0, 254, 127, 0]
+    assert q.scales[:5, 0].tolist() == [0, 0, {"up": 254, "floor": 255 - emax}[rounding], 255, 0]
     assert q.scales[5, 0] == 127 - emax + {"up": 128, "floor": 127}[rounding]
     assert not (q.data[:2] & 0x7F).any()
     assert q.data[1, 3] == 0x80
     back = fp8moe.dequantize(q)
-    assert back[2, :2].tolist() == [np.inf, -np.inf]  # 448 * 2^127 exceeds float32
+    assert back[2, :2].tolist() == [np.inf, -np.inf]  # 448 * 2^127 and 448 * 2^120 exceed float32
     assert back[2, 2] == 1.75 * 2.0**127
-    assert q.data[3, 0] == 0x7F
-    assert back[3, 1:3].tolist() == [MAX[fmt], 3.0]
+    assert np.isnan(back[3]).all()
+    nan = 32 if rounding == "up" else 2
+    assert q.data[3].tolist() == [0x7F] * nan + [0] * (32 - nan)
     assert np.isinf(back[5, 0]) == (rounding == "up")  # 2^128 is the nearest, or 1.75 * 2^127
     assert not fp8moe.quantize(np.zeros((32, 3), BF16), block=(32, 1)).scales.any()
+
+
+def spoilt(dtype, fmt):
+    """[N, 128]: MXFP8 blocks at every boundary, and with NaN, both infinities or several of them."""
+    rng = generator()
+    x = blocks_of(at_boundaries(fmt, dtype), rng)
+    x = x[rng.permutation(len(x))[: len(x) // 128 * 128]]
+    where = rng.random((len(x), 4)) < 0.1
+    for value, chosen in zip((np.nan, -np.nan, np.inf, -np.inf), where.T, strict=True):
+        x[chosen, rng.integers(0, 32, chosen.sum())] = value
+    return x.reshape(-1, 128)
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
+def test_mxfp8_is_torchaos(dtype, fmt, rounding):
+    """Bit for bit, where torchao is installed, but for the sign of its codes of NaN."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    x = spoilt(dtype, fmt)
+    if dtype == np.float32 and rounding == "up":
+        # torchao's logarithm in float32 is a whole number for quotients that are up to 2^-16 above a power
+        # of two, and the exponent one less than the ceiling
+        amax = np.abs(x.reshape(-1, 32)).max(axis=1).astype(np.float64) / MAX[fmt]
+        with np.errstate(invalid="ignore"):
+            above = np.frexp(amax)[0] * 2 - 1
+        x.reshape(-1, 32)[(above > 0) & (above < 2.0**-16)] = 1
+    mode = {"up": mx.ScaleCalculationMode.RCEIL, "floor": mx.ScaleCalculationMode.FLOOR}[rounding]
+    x = torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if dtype == BF16 else torch.from_numpy(x)
+    scales, codes = mx.to_mx(x, {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt], 32, mode)
+    scales, codes = (a.view(torch.uint8).numpy() for a in (scales, codes))
+    assert (scales == 255).any()
+    q = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding)
+    assert same_bits(q.scales.numpy(), scales)
+    # Under the smallest scale torchao multiplies by 1 or 2^126, not by its reciprocal 2^127.
+    there = np.repeat(scales != 0, 32, axis=1)
+    codes = np.where(np.isnan(from_float8(codes, fmt)), 0x7F, codes)
+    assert same_bits(q.data.numpy()[there], codes[there])
 
 
 def test_normal_numbers_do_not_saturate():

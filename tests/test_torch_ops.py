@@ -336,6 +336,7 @@ def test_plan_with_the_exact_row_count():
 def test_fp8_operations_compiled_give_the_same_bits():
     plan, h, dy, x = plans()[0], torch.randn(6, 256), torch.randn(6, 128), torch.randn(T, 256)
     offsets, probs = torch.tensor([0, 2, 6], dtype=torch.int32), torch.rand(6)
+    x[1, 5] = torch.nan
 
     def work(h, dy, x):
         options = {"expert_offsets": offsets, "activation": Activation(clamp=7.0)}
@@ -346,10 +347,14 @@ def test_fp8_operations_compiled_give_the_same_bits():
         blocks = torch_ops.scaling_aware_transpose(torch_ops.quantize(x), target="block")
         assert blocks.block == (128, 128)
         floor = torch_ops.quantize(x, block=(1, 32), scale_rounding="floor")
-        tensors = (both.rowwise, both.columnwise, grad.dh, bare, transposed, blocks, floor)
+        spoilt = torch_ops.scaling_aware_transpose(torch_ops.quantize(x, block=(1, 32)))
+        tensors = (both.rowwise, both.columnwise, grad.dh, bare, transposed, blocks, floor, spoilt)
         return [a for q in tensors for a in (q.data, q.scales)] + [grad.dprobs]
 
     compiled = torch.compile(work, fullgraph=True, backend="aot_eager")(h, dy, x)
+    *_, of_floor, _, of_columns, _ = compiled  # scales, codes of another record, scales, dprobs
+    assert (of_floor == 255).nonzero().tolist() == [[1, 0]]
+    assert (of_columns == 255).nonzero().tolist() == [[0, column] for column in range(32)]
     for a, b in zip(work(h, dy, x), compiled, strict=True):
         assert torch.equal(a, b)
 

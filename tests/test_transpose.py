@@ -138,14 +138,35 @@ def test_zeros_nan_and_rows_of_scale_zero():
 
 @pytest.mark.parametrize("target", ["column", "tile"])
 def test_mxfp8_scales_of_nan(target):
-    """A row of scale NaN is NaN, and gives its columns the scale 1 of a block with NaN."""
-    codes = np.array([[0x38] * 64, [0x40] * 64], np.uint8)
-    q = QuantTensor(codes, np.array([[130, 100], [255, 127]], np.uint8), block=(1, 32))
-    got = fp8moe.scaling_aware_transpose(q, target=target)
-    assert (got.scales[0, :32] == 127).all()
-    assert (got.data[:32] == [0x50, 0x7F]).all()  # 1.0 * 2^3
-    # 2.0 is 256 * 2^-7; the largest row's scale is 2^0
-    assert (got.scales[0, 32:] == (120 if target == "column" else 127)).all()
+    """A block of rows of scale NaN makes its columns' blocks NaN, also if all of its codes are zeros."""
+    for code in (0x40, 0, 0x7F):
+        codes = np.array([[0x38] * 64, [code] * 32 + [0x40] * 32], np.uint8)
+        q = QuantTensor(codes, np.array([[130, 100], [255, 127]], np.uint8), block=(1, 32))
+        got = fp8moe.scaling_aware_transpose(q, target=target)
+        assert (got.scales[0, :32] == 255).all()
+        assert (got.data[:32] == 0x7F).all()
+        # 2.0 is 256 * 2^-7; the largest row's scale is 2^0
+        assert (got.scales[0, 32:] == (120 if target == "column" else 127)).all()
+
+
+def test_nan_stays_nan_through_every_step():
+    """From quantising on: permuted, summed, transposed and decoded."""
+    ids = np.array([[1], [0], [1], [0]], np.int32)
+    x, plan = np.ones((4, 64), BF16), fp8moe.plan_topk(ids, 2, align_size=32)
+    x[2, 40] = np.nan
+    q = fp8moe.quantize(x, block=(1, 32))
+    nan = np.zeros((4, 64), bool)
+    nan[2, 32:] = True
+    np.testing.assert_array_equal(np.isnan(fp8moe.dequantize(q)), nan)
+    moved = fp8moe.permute(q, plan).data
+    np.testing.assert_array_equal(np.isnan(fp8moe.unpermute(moved, plan)), nan)
+    for target in ("column", "tile"):
+        alone = fp8moe.scaling_aware_transpose(moved, plan.expert_offsets, target=target, align_size=32)
+        assert_same(alone, fp8moe.permute_transpose(q, plan, target=target))
+        values = fp8moe.dequantize(alone, expert_offsets=plan.expert_offsets)
+        assert np.isnan(values[32:64, 32:]).all()  # the second expert's only block, padding included
+        assert np.isfinite(values[:32]).all()
+        assert np.isfinite(values[:, :32]).all()
 
 
 @pytest.mark.parametrize("bad", [3.0, 1.5, -1.0, np.inf, np.nan])

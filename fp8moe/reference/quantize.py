@@ -5,8 +5,9 @@ that is asked for; code = x * (1 / scale), saturated, rounded to nearest even. A
 gives scale 1.
 
 MXFP8's scale is 2^e with e = ceil(log2(amax / max_of_format)), as in Transformer Engine, or, without rounding
-up, e = floor(log2(amax)) - emax of the format, the OCP MX rule; e >= -127, and zeros have -127. An infinite
-amax gives 2^127, NaN gives 1.
+up, e = floor(log2(amax)) - emax of the format, the OCP MX rule, in which an infinity is 2^128; e >= -127, and
+zeros have -127. Rounded up, an infinity gives 2^127. An amax of NaN gives the scale NaN, byte 255, and codes
+that are values times NaN or, without rounding up, times 0: torchao's RCEIL and FLOOR.
 """
 
 from __future__ import annotations
@@ -202,6 +203,8 @@ def block_scale(amax: np.float32, fmt: str, block: Block, round_up: bool) -> tup
     """(factor to multiply by, scale to store) for one block."""
     one, least = np.float32(1), np.float32(2.0**MIN_SCALE_EXPONENT)
     if is_mx(block):
+        if np.isnan(amax):
+            return np.float32(np.nan if round_up else 0), np.uint8(255)
         exponent = mx_exponent(amax, fmt, round_up)
         return np.float32(2.0**-exponent), np.uint8(exponent + 127)
     if amax == 0 or not np.isfinite(amax):
@@ -216,8 +219,8 @@ def block_scale(amax: np.float32, fmt: str, block: Block, round_up: bool) -> tup
 
 def mx_exponent(amax: np.float32, fmt: str, round_up: bool) -> int:
     """log2 of MXFP8's scale."""
-    if not np.isfinite(amax):
-        return 0 if np.isnan(amax) else 127
+    if np.isinf(amax):
+        return 127 if round_up else 128 - FORMATS[fmt].emax
     if not round_up:
         exponent = int(np.frexp(amax)[1]) - 1 - FORMATS[fmt].emax
     else:
@@ -296,12 +299,15 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
             top = max(_largest(amax[begin:end]), eps_bits)  # a NaN's bits exceed any eps
             scale = factor = np.float32(1)
             if mx:
-                byte = np.int32(254 if top == infinity else 127)
-                if top < infinity:
-                    above = np.uint32(above_limit - np.uint32(top < normal_from) if round_up else 0)
-                    byte = max(np.int32(np.uint32(top + above) >> np.uint32(23)) - emax, np.int32(0))
-                scales[s, c] = byte
+                above = np.uint32(above_limit - np.uint32(top < normal_from) if round_up else 0)
+                byte = max(np.int32(np.uint32(top + above) >> np.uint32(23)) - emax, np.int32(0))
+                if top == infinity and round_up:
+                    byte = np.int32(254)
                 one_bits[0] = max(np.uint32(254 - byte) << np.uint32(23), np.uint32(1 << 22))  # 2^-127
+                if top > infinity:
+                    byte = np.int32(255)
+                    one_bits[0] = top if round_up else np.uint32(0)  # NaN or 0
+                scales[s, c] = byte
                 factor = one_value[0]
             else:
                 if np.uint32(0) < top < infinity:

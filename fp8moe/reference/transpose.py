@@ -23,6 +23,7 @@ from fp8moe.reference.quantize import strips_of
 
 _REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 gives zero or saturates
 _ZERO, _NAN = -10_000, 10_000  # exponents of a zero scale and of an E8M0 NaN
+_NAN_TARGET = 128  # E8M0's byte 255
 _INFINITY = 1_000  # exponent required by an infinite MXFP8 code: the largest, whatever its scale
 
 
@@ -50,7 +51,7 @@ def scaling_aware_transpose(
         height,
         target != "column",
         needed_exponents(q.fmt, is_mx(q.block)),
-        *((-127, -127) if is_mx(q.block) else (MIN_SCALE_EXPONENT, 0)),
+        *((-127, -127, _NAN_TARGET) if is_mx(q.block) else (MIN_SCALE_EXPONENT, 0, 0)),
         shift_table(q.fmt),
         targets,
         out.data,
@@ -93,8 +94,8 @@ def row_exponents(q: QuantTensor) -> np.ndarray:
 def needed_exponents(fmt: str, mx: bool) -> np.ndarray:
     """For each code, the smallest power-of-two scale exponent of a block that contains it (at scale 1).
 
-    _ZERO for zeros, which have no requirement; _NAN for NaN, which sets the scale to 1, and for infinity
-    except in MXFP8.
+    _ZERO for zeros, which have no requirement; _NAN for NaN, which sets the scale to 1 (MXFP8: to NaN), and
+    for infinity except in MXFP8.
     """
     value = np.abs(DECODE[fmt].astype(np.float64))
     with np.errstate(invalid="ignore"):
@@ -116,7 +117,20 @@ def shift_table(fmt: str) -> np.ndarray:
 
 @compiled
 def _transpose_loop(  # type: ignore[no-untyped-def]
-    first, last, codes, exponents, strips, width, tile, needed, smallest, of_zeros, table, targets, out
+    first,
+    last,
+    codes,
+    exponents,
+    strips,
+    width,
+    tile,
+    needed,
+    smallest,
+    of_zeros,
+    of_nan,
+    table,
+    targets,
+    out,
 ):
     columns = codes.shape[1]
     index = np.empty(columns, np.int32)
@@ -130,7 +144,7 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
                 begin, end = b * width, min((b + 1) * width, columns)
                 e = exponents[r, b]
                 if tile:
-                    occupied = False
+                    occupied = e == _NAN
                     for i in range(begin, end):
                         occupied = occupied or (codes[r, i] & 0x7F) != 0
                     if occupied and e != _ZERO:
@@ -150,8 +164,9 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
             if target[i] == _ZERO:
                 target[i] = of_zeros
             elif target[i] == _NAN:
-                target[i] = 0
-            target[i] = min(max(target[i], smallest), 127)
+                target[i] = of_nan
+            else:
+                target[i] = min(max(target[i], smallest), 127)
         for r in range(lo, hi):
             for b in range(exponents.shape[1]):
                 e = exponents[r, b]
@@ -162,6 +177,10 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
                         index[i] = 2 * _REACH + 2
                     else:
                         index[i] = min(max(e - target[i], -_REACH), _REACH) + _REACH
+            if of_nan:  # MXFP8: the whole block is NaN
+                for i in range(columns):
+                    if target[i] == of_nan:
+                        index[i] = 2 * _REACH + 2
             for i in range(columns):
                 moved[r - lo, i] = table[index[i], codes[r, i]]
         transpose_into(moved[: hi - lo], out[:, lo:hi])

@@ -51,17 +51,32 @@ def rounded_to_fp8(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return (nearest | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
-def quantized(spread: Any, w13: Any) -> tuple[Any, ...]:
+def quantized(spread: Any, w13: Any, spoilt: Any) -> tuple[Any, ...]:
     results: list[Any] = []
     for fmt in FLOAT8_DTYPES:
         for block in ((1, 128), (1, 32)):
             results.append(fp8moe.quantize(spread, fmt=fmt, block=block, columnwise=True))
         results.append(fp8moe.quantize_weights(w13, fmt=fmt))
     values = [fp8moe.dequantize(side) for q in results for side in (q.rowwise, q.columnwise)]
-    return tuple(results), tuple(values)
+    rows = fp8moe.quantize(spoilt, block=(1, 32))
+    columns = fp8moe.quantize(spoilt, block=(32, 1)), fp8moe.scaling_aware_transpose(rows)
+    return tuple(results), tuple(values), (rows, *columns)
 
 
-def compare_quantized(i: Inputs, results: tuple[Any, ...], values: tuple[np.ndarray, ...]) -> None:
+def compare_quantized(
+    i: Inputs, results: tuple[Any, ...], values: tuple[np.ndarray, ...], spoilt: tuple[Any, ...]
+) -> None:
+    rows, columns, transposed = spoilt
+    nan = np.isnan(i.spoilt.astype(np.float32))
+    whole = np.zeros((-(-TOKENS // 32) * 32, HIDDEN), bool)
+    nan_of_rows = nan.reshape(TOKENS, -1, 32).any(axis=2).repeat(32, axis=1)
+    for q, spread_nan in ((columns, nan), (transposed, nan_of_rows)):
+        whole[:TOKENS] = spread_nan
+        blocks = whole.reshape(-1, 32, HIDDEN).any(axis=1)
+        equal(q.scales == 255, blocks, "columns with NaN: scales")
+        equal(q.data == 0x7F, blocks.repeat(32, axis=0)[:TOKENS].T, "columns with NaN: codes")
+    equal(rows.scales == 255, nan_of_rows[:, ::32], "rows with NaN: scales")
+    equal(rows.data == 0x7F, nan_of_rows, "rows with NaN: codes")
     decoded = iter(values)
     for q in results:
         for side, name in ((q.rowwise, "rows"), (q.columnwise, "columns")):

@@ -70,6 +70,9 @@ class Inputs:
         gaps = np.min([np.diff(np.sort(a, axis=1), axis=1).min(axis=1) for a in compared], axis=0)
         self.logits = logits[gaps > 1e-5][:TOKENS]
         self.grad_aux, self.grad_z = rng.random((2, 1)).astype(np.float32) + 1
+        self.spoilt = self.spread.copy()  # some blocks of 32 with NaN, infinities or both
+        for value, places in zip((np.nan, np.inf, -np.inf), rng.integers(0, TOKENS, (3, 20)), strict=True):
+            self.spoilt[places, rng.integers(0, HIDDEN, 20)] = value
         self.of_second = np.flatnonzero((self.ids >= MIRRORED_EXPERTS // 2).any(axis=1))
 
 
