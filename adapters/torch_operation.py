@@ -31,6 +31,7 @@ from fp8moe.adapters.torch_library import (
     refuse_export,
 )
 from fp8moe.docstrings import differentiable_in, docstring_of
+from fp8moe.interop.torch import check_memory
 from fp8moe.record_trees import METADATA_TYPES, arrays_in
 from fp8moe.records import Options
 
@@ -267,6 +268,15 @@ def _not_a_tensor(name: str, x: Any) -> TypeError:
 def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
+    plain = type(x) in _PLAIN and x.layout is torch.strided and not x.is_meta
+    if plain and not torch.compiler.is_compiling():
+        try:
+            check_memory(name, x)  # before torch converts or copies it
+        except RuntimeError:  # nested tensors, and tensors of torch.func, have no storage
+            return
+
+
+_PLAIN = Tensor, nn.Parameter  # types of tensors that have a storage of their own
 
 
 def check_float(name: str, x: Any, dimensions: int = 1) -> None:

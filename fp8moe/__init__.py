@@ -4,6 +4,7 @@ Operations take and return whatever kind of array the caller has: NumPy, CuPy, t
 with DLPack. Importing this package imports no framework and no GPU library.
 """
 
+import fp8moe._main_interpreter  # noqa: F401 - raises in others, before NumPy is imported
 from fp8moe import fsdp
 from fp8moe._version import __version__
 from fp8moe.activation import Activation

@@ -119,6 +119,61 @@ def test_capsules_that_cannot_be_read():
         capsule.read_capsule(np.ones(3, np.complex64).__dlpack__())
 
 
+class Changed(Exported):
+    """An array whose capsule is changed before it is read."""
+
+    def __init__(self, change, array=None, versioned=True):
+        super().__init__(np.ones((4, 128), np.float32) if array is None else array, versioned)
+        self.change = change
+
+    def __dlpack__(self, **kwargs):
+        exported = super().__dlpack__()
+        name = b"dltensor_versioned" if self.versioned else b"dltensor"
+        pointer = capsule._capsule_pointer(exported, name)
+        self.change(capsule._LAYOUTS[name].from_address(pointer))
+        return exported
+
+
+def of_version(major):
+    return lambda managed: setattr(managed, "major", major)
+
+
+def at_null(managed):
+    managed.tensor.data = None
+
+
+def of_sizes(*sizes):
+    def change(managed):
+        for i, size in enumerate(sizes):
+            managed.tensor.shape[i] = size
+        managed.tensor.strides = type(managed.tensor.strides)()
+
+    return change
+
+
+@pytest.mark.parametrize("major", [0, 2, 99])
+def test_capsules_of_another_major_version_raise(major):
+    with pytest.raises(TypeError, match=rf"x: .*got version {major}\.\d+; wanted 1\.x"):
+        raw(Changed(of_version(major)))
+    assert raw(Changed(of_version(1))).shape == (4, 128)
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_capsules_without_the_memory_of_their_shape_raise(versioned):
+    with pytest.raises(ValueError, match=r"x: .*got shape \[4, 128\] at a null pointer"):
+        raw(Changed(at_null, versioned=versioned))
+    assert raw(Changed(at_null, np.ones((0, 128)), versioned)).shape == (0, 128)
+    for sizes in ((1 << 40, 1 << 40), (-4, 128), (4, -1), (1 << 61, 1)):
+        with pytest.raises(ValueError, match=rf"x: .*got shape \[{sizes[0]}, {sizes[1]}\]"):
+            raw(Changed(of_sizes(*sizes), versioned=versioned))
+
+
+@pytest.mark.parametrize("shape", [(1 << 70, 2), (1 << 40, 1 << 40), (-1, 2)])
+def test_a_cuda_array_interface_of_impossible_sizes_raises(shape):
+    with pytest.raises(ValueError, match=rf"x: got shape \[{shape[0]}, {shape[1]}\]"):
+        raw(OnDevice(shape, "<f4"))
+
+
 def test_c_contiguity_ignores_strides_of_single_elements():
     assert capsule.is_c_contiguous((2, 3), (3, 1))
     assert capsule.is_c_contiguous((1, 3), (77, 1))
@@ -146,7 +201,11 @@ class OnlyCapsules:
 
 
 def freed(x):
-    x.untyped_storage().resize_(0)
+    return shrunk(x, 0)
+
+
+def shrunk(x, nbytes=4 * 127):
+    x.untyped_storage().resize_(nbytes)
     return x
 
 
@@ -179,6 +238,12 @@ class Named(torch.Tensor):
         (fake(), TypeError, r"x: got torch\..*FakeTensor, which only wraps other tensors"),
         (jagged(), TypeError, r"x: got torch\..*NestedTensor, which only wraps other tensors"),
         (freed(torch.ones(4, 128)), TypeError, "x: got a tensor whose memory was freed"),
+        (
+            shrunk(torch.ones(1, 128)),
+            ValueError,
+            r"x: got shape \[1, 128\], which ends at byte 512 of .* to 508 bytes",
+        ),
+        (shrunk(torch.ones(2, 128)[1:]), ValueError, r"x: .* ends at byte 1024 of .* to 508 bytes"),
         (
             torch._efficientzerotensor(4, 128),
             TypeError,
@@ -239,6 +304,22 @@ def test_no_results_in_fake_tensor_mode():
     spec = fp8moe.records.ArraySpec((4, 128), np.dtype(np.uint8))
     with FakeTensorMode(), pytest.raises(TypeError, match="a result: torch made a FakeTensor"):
         family.empty(spec, 0)
+
+
+SUB_INTERPRETER = """
+import sys
+try:
+    import _interpreters as interpreters  # from Python 3.13 on
+except ImportError:
+    import _xxsubinterpreters as interpreters
+code = "import sys; sys.path[:] = PATH\\ntry: import fp8moe\\nexcept ImportError as error: print(error)"
+interpreters.run_string(interpreters.create(), code.replace("PATH", repr(sys.path)))
+"""
+
+
+def test_an_import_in_a_sub_interpreter_raises():
+    done = subprocess.run([sys.executable, "-c", SUB_INTERPRETER], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("fp8moe: got an import in a sub-interpreter; wanted the main"), done.stderr
 
 
 # ---------------------------------------------------------------- arrays that are written to

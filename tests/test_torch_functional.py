@@ -703,3 +703,26 @@ def test_one_graph_over_several_ranks(tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def cut(x):
+    """The tensor, with a storage that ends one element before it does."""
+    whole = x.clone(memory_format=torch.preserve_format)
+    whole.untyped_storage().resize_(whole.untyped_storage().nbytes() - whole.itemsize)
+    return whole
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_ids", "topk_probs"])
+def test_tensors_that_end_after_their_storage_raise(name, strided):
+    x, gate, up, w2, ids, probs, _ = problem()
+    arguments = {"x": x, "w13": torch.cat((gate, up), 1), "w2": w2, "topk_ids": ids, "topk_probs": probs}
+    given = arguments[name]
+    arguments[name] = cut(given.mT.contiguous().mT if strided else given)
+    assert arguments[name].is_contiguous() != strided
+    for recipe in ("bf16", "fp8_flow"):
+        with pytest.raises(ValueError, match=rf"^{name}: got shape .* was resized"):
+            moe_experts(**arguments, recipe=recipe)
+    if name in ("w13", "w2"):
+        with pytest.raises(ValueError, match=r"^x: got shape .* was resized"):
+            torch_ops.quantize_weights(arguments[name])

@@ -8,6 +8,7 @@ and the earlier unversioned one.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 CPU, CUDA = 1, 2
+MAJOR = 1  # version of the structures
 _DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}  # 3: kDLCUDAHost, host memory; 13: kDLCUDAManaged
 
 _DTYPES = {
@@ -86,12 +88,14 @@ class Exchanged:
 def read_capsule(capsule: Any) -> Exchanged:
     """Read a DLPack capsule without consuming it.
 
-    Raises TypeError for an unsupported dtype or device, or a consumed capsule.
+    Raises TypeError for an unsupported version, dtype or device, or a consumed capsule.
     """
     name = _capsule_name(capsule)
     if name not in _LAYOUTS:
         raise TypeError(f"DLPack capsule: got one named {name!r}; wanted an unconsumed 'dltensor'")
     managed = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(_LAYOUTS[name])).contents
+    if getattr(managed, "major", MAJOR) != MAJOR:  # the fields after `flags` may be others
+        raise TypeError(f"DLPack capsule: got version {managed.major}.{managed.minor}; wanted {MAJOR}.x")
     t = managed.tensor
     dtype = _DTYPES.get((t.code, t.bits)) if t.lanes == 1 else None
     if dtype is None:
@@ -101,8 +105,10 @@ def read_capsule(capsule: Any) -> Exchanged:
         )
     if t.device_type not in _DEVICES:
         raise TypeError(f"DLPack array: device type {t.device_type} is not supported; wanted CPU or CUDA")
+    if t.ndim < 0 or (t.ndim and not t.shape):
+        raise TypeError(f"DLPack array: got {t.ndim} dimensions without sizes; wanted one size for each")
     return Exchanged(
-        ptr=(t.data or 0) + t.byte_offset,
+        ptr=t.data + t.byte_offset if t.data else 0,
         shape=tuple(t.shape[: t.ndim]),
         strides=tuple(t.strides[: t.ndim]) if t.strides else None,
         dtype=dtype,
@@ -111,6 +117,12 @@ def read_capsule(capsule: Any) -> Exchanged:
         capsule=capsule,
         read_only=bool(getattr(managed, "flags", 0) & 1),
     )
+
+
+def check_shape(name: str, shape: tuple[int, ...], itemsize: int) -> None:
+    """ValueError for sizes below 0, or more bytes than an address can count."""
+    if any(n < 0 for n in shape) or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
+        raise ValueError(f"{name}: got shape {[*shape]}; wanted sizes of an array that fits into memory")
 
 
 def as_numpy(x: Exchanged) -> np.ndarray:

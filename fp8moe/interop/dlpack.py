@@ -54,12 +54,16 @@ def _exchange(x: Any, name: str) -> capsule.Exchanged:
             exported = x.__dlpack__(max_version=(1, 0), **options)
         except TypeError:  # a producer without max_version
             exported = x.__dlpack__(**options)
-        return capsule.read_capsule(exported)
+        exchanged = capsule.read_capsule(exported)
     except Exception as error:
         raise TypeError(
             f"{name}: got {type(x).__module__}.{type(x).__qualname__}, whose __dlpack__ gives no readable "
             f"array ({error}); wanted a dtype and device that DLPack and this library support"
         ) from error
+    capsule.check_shape(name, exchanged.shape, exchanged.dtype.itemsize)
+    if not exchanged.ptr and 0 not in exchanged.shape:
+        raise ValueError(f"{name}: got shape {[*exchanged.shape]} at a null pointer; wanted memory")
+    return exchanged
 
 
 def _cuda_array_interface(x: Any) -> Any:
@@ -71,6 +75,7 @@ def _cuda_array_interface(x: Any) -> Any:
 
 def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArray:
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    capsule.check_shape(name, shape, dtype.itemsize)
     strides = interface.get("strides")
     if strides and not capsule.is_c_contiguous(shape, tuple(s // dtype.itemsize for s in strides)):
         raise not_contiguous(name, shape, strides, "a contiguous copy")

@@ -34,6 +34,28 @@ class _CpuMemory:
         self.__array_interface__ = {"data": (ptr, False), "shape": shape, "typestr": dtype.str, "version": 3}
 
 
+def check_memory(name: str, x: Any) -> None:
+    """Refuse a strided tensor with elements whose storage has no memory for them: torch does not notice, and
+    reads past the end."""
+    if not x.numel():
+        return
+    if x.is_contiguous():
+        last = x.numel() - 1
+    else:
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    there, wanted = x.untyped_storage().nbytes(), (x.storage_offset() + last + 1) * x.itemsize
+    if not there or not x.data_ptr():
+        raise TypeError(
+            f"{name}: got a tensor whose memory was freed, or that never had memory; wanted an allocated "
+            "tensor; call FSDP's unshard first"
+        )
+    if there < wanted:
+        raise ValueError(
+            f"{name}: got shape {[*x.shape]}, which ends at byte {wanted} of a storage that was resized to "
+            f"{there} bytes; wanted memory for every element; resize the storage back, or make a new tensor"
+        )
+
+
 class Torch(Framework):
     name = "torch"
     always_writable = True
@@ -57,12 +79,8 @@ class Torch(Framework):
                 dtype = _NUMPY_DTYPES[x.dtype] = dtype_named(str(x.dtype).removeprefix("torch."), name)
             if not (x.is_cuda or x.is_cpu):
                 raise TypeError(f"{name}: got a tensor on {x.device}; wanted cpu or cuda")
+            check_memory(name, x)
             ptr = x.data_ptr()
-            if not ptr and x.numel():
-                raise TypeError(
-                    f"{name}: got a tensor whose memory was freed, or that never had memory; wanted an "
-                    "allocated tensor; call FSDP's unshard first"
-                )
             if x.is_cuda:
                 return DeviceArray(ptr, x.shape, dtype, x.get_device(), x)
         except RuntimeError as error:  # sparse, MKL-DNN and nested tensors, and those inside torch.func.vmap
@@ -117,8 +135,10 @@ class Torch(Framework):
                 if (recording and x.requires_grad) or (dtype := _NUMPY_DTYPES.get(x.dtype)) is None:
                     return None
                 ptr, ordinal = x.data_ptr(), x.get_device()
-                if (device is not None and ordinal != device) or not (ptr or not x.numel()):
+                if device is not None and ordinal != device:
                     return None
+                if x.untyped_storage().nbytes() < x.storage_offset() * dtype.itemsize + x.nbytes:
+                    return None  # see `check_memory`
                 device = ordinal
                 addresses.append(ptr)
                 described.append((x.shape, dtype, ptr & 15))
