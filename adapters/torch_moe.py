@@ -21,11 +21,18 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
-from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_codes, refuse_transforms
+from fp8moe.adapters.torch_operation import (
+    check_float,
+    check_tensor,
+    refuse_codes,
+    refuse_partitioned,
+    refuse_transforms,
+)
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import (
     Ranks,
     as_shard,
+    engine_of,
     is_whole,
     local_of,
     own_experts,
@@ -375,6 +382,7 @@ class FP8FlowMoE(nn.Module):
         if self.recipe == "bf16":
             return
         for name in ("w13", "w2"):
+            refuse_partitioned(name, getattr(self, name))
             if not is_whole(getattr(self, name), self._ranks.mesh):
                 raise TypeError(
                     f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
@@ -454,6 +462,7 @@ class FP8FlowMoE(nn.Module):
             check_float(name, w)
             experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
             if w.shape != (experts, *shape):
+                refuse_partitioned(name, w)
                 raise ValueError(
                     f"{name}: got shape {list(w.shape)}; wanted {[experts, *shape]}, by the layer's "
                     "num_experts, hidden and ffn; make a layer of the weights' sizes and load them"
@@ -464,6 +473,7 @@ class FP8FlowMoE(nn.Module):
         expert."""
         wanted = self.num_experts, self.hidden
         if isinstance(self.router, Router) and self.router.weight.shape != wanted:
+            refuse_partitioned("router.weight", self.router.weight)
             raise ValueError(
                 f"router.weight: got shape {list(self.router.weight.shape)}; wanted {list(wanted)}, by the "
                 "layer's num_experts and hidden"
@@ -551,7 +561,7 @@ class FP8FlowMoE(nn.Module):
                 )
             copies = self._keep_copies()
         elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
-            raise _changed_error(changed, is_parametrized(self, changed))
+            raise _changed_error(changed, copies.overwritten, is_parametrized(self, changed))  # type: ignore[union-attr]
         assert copies is not None
         copies.captured |= capturing
         copies.recorded |= recording
@@ -565,7 +575,7 @@ class FP8FlowMoE(nn.Module):
         copies = self._copies
         if self._scopes:
             if copies is not None and copies.overwritten:
-                raise _changed_error("w13, w2")
+                raise _changed_error("w13, w2", copies.overwritten)
             if copies is not None and copies.current and not copies.of_capture:
                 return copies.records
         elif copies is not None:
@@ -645,7 +655,7 @@ def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any
             shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
             state[prefix + name] = shard
             if layer._copies is not None:  # fully_shard gathers the new weights without a trace
-                layer._copies.overwritten = True
+                layer._copies.overwritten = "load_state_dict()"
 
 
 @contextmanager
@@ -670,7 +680,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
         For anything else than a module.
     RuntimeError
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
-        optimizer, ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
+        optimizer that steps them or, as those of DeepSpeed and Megatron-LM do, tensors that are no
+        parameters; ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
         detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``; of
         DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``; and in-place
         operations on weights made under ``torch.inference_mode``.
@@ -716,23 +727,35 @@ _layers_lock = threading.Lock()  # a set must not be modified while another thre
 
 
 def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Marks copies as outdated after an optimizer step: fused optimizers do not increment version
-    counters."""
+    """Marks copies as outdated after an optimizer step: fused optimizers do not increment version counters.
+
+    DeepSpeed, Megatron-LM and Apex step tensors of their own, in float32 or flattened, which are no
+    parameters, and write the weights from them through ``.data``. Such a step outdates the copies of all
+    weights that require a gradient."""
     with _layers_lock:
         layers = list(_layers_with_copies)
     layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
     if not layer_copies:
         return
-    # optimizers skip parameters without a gradient; of one that requires it, the gradient may be elsewhere
-    written = {
-        id(p)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad or p.grad is not None
-    }
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    written = {id(p) for p in stepped if _may_be_stepped(p)}
+    of_an_engine = not all(isinstance(p, nn.Parameter) for p in stepped)
+    name = type(optimizer).__name__
     for layer, copies in layer_copies:
-        if not written.isdisjoint(id(w) for _, w in copies.weights_of(layer)):
-            copies.overwritten = True
+        weights = [w for _, w in copies.weights_of(layer)]
+        if not written.isdisjoint(map(id, weights)):
+            copies.overwritten = f"a step of {name}"
+        elif of_an_engine and any(map(_may_be_stepped, weights)):
+            copies.overwritten = (
+                f"{engine_of(weights[0])}, where {name} has stepped tensors that are no module's parameters; "
+                "weights that it leaves alone need requires_grad_(False)"
+            )
+
+
+def _may_be_stepped(p: Tensor) -> bool:
+    """Optimizers skip parameters without a gradient; of one that requires it, the gradient may be
+    elsewhere."""
+    return p.requires_grad or p.grad is not None
 
 
 register_optimizer_step_post_hook(_mark_outdated)
@@ -743,16 +766,16 @@ class _Copies:
 
     requested: by quantize_weights(), for all forwards without gradients, and not for micro-batches only:
         outside of a context, writes to the shards of ``fully_shard`` would not be detected.
-    current: whether they may be used. overwritten: an optimizer or load_state_dict() has written the weights
-        since. recorded: a forward with gradients has used them, so an optimizer step may have followed
-        undetected.
+    current: whether they may be used. overwritten: what has written the weights since without a trace, an
+        optimizer or load_state_dict(), or "". recorded: a forward with gradients has used them, so an
+        optimizer step may have followed undetected.
     captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
         only after a replay.
     """
 
     def __init__(self, layer: FP8FlowMoE, records: list[Quantized], requested: bool, captured: bool):
         self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
-        self.current, self.overwritten, self.recorded, self.captured = True, False, False, captured
+        self.current, self.overwritten, self.recorded, self.captured = True, "", False, captured
         self.of_capture = _capturing(layer.w13)
         self._shards = layer._shards
         self._weight_states = [(_storage(w), _view(w), _version(w)) for _, w in self.weights_of(layer)]
@@ -774,33 +797,34 @@ class _Copies:
 
 def _storage(w: Tensor) -> StorageWeakRef:
     """Reference to the storage: fully_shard gathers weights into the same storage at another address."""
-    return StorageWeakRef(_local_tensor_of(w).untyped_storage())
+    return StorageWeakRef(_kept_tensor_of(w).untyped_storage())
 
 
 def _view(w: Tensor) -> Any:
     """Position in the storage: several sets of weights may share one buffer."""
-    w = _local_tensor_of(w)
+    w = _kept_tensor_of(w)
     return w.storage_offset(), w.stride()
 
 
 def _is_freed(w: Tensor) -> bool:
     """Whether it is a weight of FullyShardedDataParallel outside of its forward: without memory, whose
     address must not be read, or with use_orig_params a part of a vector."""
-    local = _local_tensor_of(w)
-    freed = local.numel() > 0 and local.untyped_storage().nbytes() == 0
+    freed = _kept_tensor_of(w).untyped_storage().nbytes() == 0
     return freed or (w.ndim == 1 and hasattr(w, "_fsdp_flattened"))
 
 
 def _version(w: Tensor) -> Any:
     """An in-place operation on a DTensor increments its own version, one on its local tensor that one's."""
-    return [None if t.is_inference() else t._version for t in (w, _local_tensor_of(w))]
+    return [None if t.is_inference() else t._version for t in (w, _kept_tensor_of(w))]
 
 
-def _local_tensor_of(w: Tensor) -> Tensor:
-    return w._local_tensor if isinstance(w, DTensor) else w
+def _kept_tensor_of(w: Tensor) -> Tensor:
+    """The tensor whose memory holds the values between forwards: of a DTensor the local one, of a weight of
+    ZeRO-3, which has other memory in every forward, this rank's part."""
+    return w._local_tensor if isinstance(w, DTensor) else getattr(w, "ds_tensor", w)
 
 
-def _changed_error(name: str, parametrized: bool = False) -> RuntimeError:
+def _changed_error(name: str, by: str, parametrized: bool = False) -> RuntimeError:
     if parametrized:
         return RuntimeError(
             f"{name}: got a weight that a parametrization has computed anew, as PEFT's target_parameters do "
@@ -808,8 +832,9 @@ def _changed_error(name: str, parametrized: bool = False) -> RuntimeError:
             "weights_unchanged(), or merge the adapter into the weights before it"
         )
     return RuntimeError(
-        f"{name}: got changed weights although they were declared unchanged; wanted the same weights; leave "
-        "weights_unchanged() before the optimizer's step, or pass is_first_microbatch=True after it"
+        f"{name}: got changed weights although they were declared unchanged{by and f' (by {by})'}; wanted "
+        "the same weights; leave weights_unchanged() before the optimizer's step, or pass "
+        "is_first_microbatch=True after it"
     )
 
 

@@ -291,6 +291,7 @@ def check_float(name: str, x: Any, dimensions: int = 1) -> None:
             f"{name}: got a tensor on meta, without values; wanted one on cpu or cuda; load it first"
         )
     if x.ndim < dimensions:
+        refuse_partitioned(name, x)
         raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
 
 
@@ -316,6 +317,21 @@ def refuse_codes(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         new = state.get(prefix + name)
         if isinstance(new, Tensor) and old.is_floating_point():
             check_values(prefix + name, new.dtype)
+
+
+def is_partitioned(w: Any) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has replaced the weight's data by an empty tensor, as between forwards."""
+    return hasattr(w, "ds_id") and w.numel() == 0
+
+
+def refuse_partitioned(name: str, w: Any) -> None:
+    """Raises for a weight that DeepSpeed's ZeRO-3 has partitioned, whose own shape is [0]."""
+    if is_partitioned(w):
+        raise TypeError(
+            f"{name}: got a weight that DeepSpeed's ZeRO-3 has partitioned; wanted the whole weight, "
+            f"{list(w.ds_shape)}; call the engine that deepspeed.initialize returned, not its module, or "
+            "work inside deepspeed.zero.GatheredParameters([...])"
+        )
 
 
 def on_hopper(x: Tensor) -> bool:

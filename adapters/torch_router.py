@@ -151,7 +151,8 @@ class Router(nn.Module):
         return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences, pass_rows)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, {self.config}"
+        experts, hidden = getattr(self.weight, "ds_shape", self.weight.shape)  # of DeepSpeed's ZeRO-3
+        return f"{hidden}, {experts}, {self.config}"
 
 
 def route(

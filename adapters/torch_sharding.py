@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8moe.adapters.torch_distributed import ProcessGroup, of_other_ranks
-from fp8moe.adapters.torch_operation import check_values
+from fp8moe.adapters.torch_operation import check_values, is_partitioned
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 
 __all__ = ["LoadPlanner", "clip_grad_norm_", "param_groups"]
@@ -166,9 +166,18 @@ def own_part(w: Tensor) -> tuple[slice, ...]:
 
 
 def is_whole(w: Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether this rank's experts are complete, and not sharded further, as ``fully_shard`` does outside the
-    forward. mesh: mesh of the ranks."""
-    return not isinstance(w, DTensor) or (mesh is not None and w.device_mesh == mesh)
+    """Whether this rank's experts are complete, and not sharded further, as ``fully_shard`` and DeepSpeed's
+    ZeRO-3 do outside the forward. mesh: mesh of the ranks."""
+    if isinstance(w, DTensor):
+        return mesh is not None and w.device_mesh == mesh
+    return not is_partitioned(w)
+
+
+def engine_of(w: Tensor) -> str:
+    """The name of the engine that steps a weight by tensors of its own, as far as it can be told."""
+    marks = "ds_id", "_hp_mapping"  # of ZeRO-3; of ZeRO-1, ZeRO-2 and DeepSpeed's BF16_Optimizer
+    known = any(hasattr(w, mark) for mark in marks)
+    return "DeepSpeed" if known else "an engine such as DeepSpeed, Megatron-LM or Apex"
 
 
 def as_shard(value: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 import fp8moe
 from fp8moe import RouterConfig
 from fp8moe.adapters import torch_moe, torch_ops
+from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import LoadPlanner
@@ -479,6 +480,189 @@ def test_step_after_is_first_microbatch_raises(device):
     optimizer.step()
     with pytest.raises(RuntimeError, match="w13: got changed weights"):
         layer(tokens(device), is_first_microbatch=False)
+
+
+class FlatEngine:
+    """Steps as DeepSpeed's ZeRO-1 and ZeRO-2, its BF16_Optimizer, and Megatron-LM's distributed optimizer:
+    weights are parts of a flat buffer, the optimizer steps a float32 copy of it, which is no parameter."""
+
+    mark = "_hp_mapping"
+
+    def __init__(self, layer):
+        self.parameters = list(layer.parameters())
+        self.flat = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        parts = self.flat.split([p.numel() for p in self.parameters])
+        for p, part in zip(self.parameters, parts, strict=True):
+            p.data = part.view(p.shape)
+            setattr(p, self.mark, None)  # what it is on ranks that step other weights
+        self.master = self.flat.clone().float().requires_grad_()
+        self.optimizer = torch.optim.AdamW([self.master], lr=0.1)
+
+    def step(self):
+        self.master.grad = torch.cat([p.grad.reshape(-1).float() for p in self.parameters])
+        for p in self.parameters:
+            p.grad = None
+        self.optimizer.step()
+        self.flat.data.copy_(self.master.data)
+
+
+class MasterEngine:
+    """Steps as DeepSpeed's FP16_UnfusedOptimizer, Megatron-LM's Float16OptimizerWithFloat16Params and Apex:
+    one float32 copy of each weight."""
+
+    def __init__(self, layer):
+        self.parameters = list(layer.parameters())
+        self.masters = [p.detach().clone().float().requires_grad_() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=0.1)
+
+    def step(self):
+        for master, p in zip(self.masters, self.parameters, strict=True):
+            master.grad, p.grad = p.grad.float(), None
+        self.optimizer.step()
+        for master, p in zip(self.masters, self.parameters, strict=True):
+            p.data.copy_(master.data)
+
+
+class PartitioningEngine:
+    """Partitions and steps as DeepSpeed's ZeRO-3 on one rank of several: between forwards a weight's data is
+    an empty tensor, and in every forward and backward new memory; ``ds_tensor`` keeps the values."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        for number, p in enumerate(layer.parameters()):
+            p.ds_id, p.ds_shape, p.ds_status = number, p.shape, "AVAILABLE"
+            p.ds_tensor = p.detach().reshape(-1).clone()
+            p.register_post_accumulate_grad_hook(self._reduce)
+        self.masters = [p.ds_tensor.clone().float().requires_grad_() for p in layer.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=0.1)
+        layer.register_forward_pre_hook(lambda *_: self.gather())
+        layer.register_forward_hook(self._after_forward)
+        self.partition()
+
+    def gather(self):
+        for p in self.layer.parameters():
+            p.data, p.ds_status = p.ds_tensor.clone().view(p.ds_shape), "AVAILABLE"
+
+    def partition(self):
+        for p in self.layer.parameters():
+            p.data, p.ds_status = torch.empty(0, dtype=p.dtype, device=p.device), "NOT_AVAILABLE"
+
+    def _after_forward(self, layer, inputs, y):
+        self.partition()
+        if y.requires_grad:
+            y.register_hook(lambda _: self.gather())
+
+    def _reduce(self, p):
+        master = self.masters[p.ds_id]
+        master.grad = p.grad.reshape(-1).float() + (0 if master.grad is None else master.grad)
+        p.grad = None
+
+    def step(self):
+        self.partition()
+        self.optimizer.step()
+        for master, p in zip(self.masters, self.layer.parameters(), strict=True):
+            p.ds_tensor.data.copy_(master.data)
+            master.grad = None
+
+
+ENGINES = FlatEngine, MasterEngine, PartitioningEngine
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_of_an_engine(device, engine):
+    """An engine steps tensors of its own, and writes the weights from them: after that the copies are not
+    used."""
+    layer, x = module(device), tokens(device)
+    stepping = engine(layer)
+    message = "w13: got changed weights .*" + ("an engine such as " * (engine is MasterEngine)) + "DeepSpeed"
+
+    def micro_batches():
+        return [step_of(layer, x, first=first) for first in (True, False)]
+
+    for _ in range(2):  # correct use
+        first, second = micro_batches()
+        assert torch.equal(first, second)
+        with torch.no_grad():
+            assert torch.equal(layer(x), first)
+        stepping.step()
+        with pytest.raises(RuntimeError, match=message):
+            layer(x, is_first_microbatch=False)
+        with torch.no_grad():
+            assert not torch.equal(layer(x), first)
+    for _ in range(2):
+        with torch_moe.weights_unchanged(torch.nn.Sequential(layer)), fp8moe.trace() as traced:
+            first, second = step_of(layer, x), step_of(layer, x)
+            assert torch.equal(first, second)
+            assert traced.weight_casts == (2 if engine is PartitioningEngine else 0)  # once: here, on entry
+            stepping.step()
+            with pytest.raises(RuntimeError, match=message):
+                layer(x)
+        with torch.no_grad():
+            assert not torch.equal(layer(x), first)
+
+
+def step_of(layer, x, first=None):
+    y = layer(x, is_first_microbatch=first)
+    y.float().square().mean().backward()
+    return y.detach()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_of_an_engine_after_quantize_weights(device, engine):
+    layer, x = module(device), tokens(device)
+    stepping = engine(layer)
+    before = step_of(layer, x)
+    if engine is PartitioningEngine:
+        stepping.gather()  # deepspeed.zero.GatheredParameters
+    layer.quantize_weights()
+    if engine is PartitioningEngine:
+        stepping.partition()
+    with torch.no_grad(), fp8moe.trace() as traced:
+        assert torch.equal(layer(x), before)
+        assert traced.weight_casts == 0
+        stepping.step()
+        after = layer(x)
+        assert traced.weight_casts == 2
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_of_an_engine_of_another_model(device, frozen):
+    """It outdates the copies of weights that it may have written, not those of frozen ones."""
+    teacher, student = module(device).requires_grad_(not frozen), module(device)
+    stepping, x = FlatEngine(student), tokens(device)
+    with torch_moe.weights_unchanged(teacher):
+        y = teacher(x)
+        step_of(student, x)
+        stepping.step()
+        if frozen:
+            assert torch.equal(teacher(x), y)
+        else:
+            with pytest.raises(RuntimeError, match=r"w13: got changed .* requires_grad_\(False\)"):
+                teacher(x)
+
+
+def test_weights_that_deepspeed_has_partitioned():
+    layer = module()
+    wanted, stepping, x, probs = repr(layer), PartitioningEngine(layer), tokens(), torch.ones(TOKENS, TOPK)
+    assert repr(layer) == wanted
+    ids = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    message = r"w13: got a weight that DeepSpeed's ZeRO-3 .* \[4, 256, 256\]; call the engine"
+    for call in (
+        layer.quantize_weights,
+        lambda: layer.forward(x),  # not by the engine, whose hooks gather
+        lambda: torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs),
+        lambda: quantize_fp8_weights(layer.w13, layer.w2),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    w13 = layer.w13.ds_tensor.view(layer.w13.ds_shape)
+    layer.w13.data = w13
+    layer.w2.data = layer.w2.ds_tensor.view(layer.w2.ds_shape)
+    with pytest.raises(TypeError, match=r"router.weight: got a weight that DeepSpeed's ZeRO-3"):
+        layer.forward(x)
+    stepping.gather()
+    assert torch.equal(layer.forward(x), fresh(layer)(x))
 
 
 def test_a_step_while_another_thread_makes_copies(monkeypatch):
