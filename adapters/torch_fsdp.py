@@ -4,7 +4,7 @@ FSDP shards a parameter along one dimension, by default the first, and pads that
 of ranks. Grouped expert weights [E, N, K] have a small first dimension: 8 experts on 64 ranks are padded to
 64. Along any other dimension ``fully_shard`` requires even shards.
 
-    fully_shard(layer, mesh=mesh, shard_placement_fn=shard_placement(mesh.size()))
+    fully_shard(layer, mesh=mesh, shard_placement_fn=shard_placement(mesh))
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8moe import checks
@@ -20,23 +21,26 @@ from fp8moe import checks
 __all__ = ["padded_elements", "shard_placement"]
 
 
-def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+def shard_placement(ranks: int | DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     """Create the ``shard_placement_fn`` of ``fully_shard`` that selects the first dimension without padding.
 
     Parameters
     ----------
-    ranks : int
-        Number of ranks over which parameters are sharded.
+    ranks : int or DeviceMesh
+        The mesh of ``fully_shard``, or the number of ranks over which it shards parameters (the last
+        dimension of a mesh of two).
 
     Returns
     -------
     function
-        Maps a parameter to its placement, or to None (dimension 0) if every dimension needs padding.
+        Maps a parameter to its placement, or to None (dimension 0) if every dimension needs padding. Given a
+        mesh, it raises ValueError for a DTensor that is already distributed over some of the mesh's ranks, as
+        the parameters of expert parallelism over the same ranks are; torch's own error names no parameter.
 
     Raises
     ------
     TypeError, ValueError
-        For anything else than an integer of at least 1.
+        For anything else than a mesh or an integer of at least 1.
 
     Examples
     --------
@@ -45,15 +49,30 @@ def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     >>> shard_placement(64)(torch.nn.Parameter(torch.empty(8, 256, 100)))
     Shard(dim=1)
     """
-    ranks = checks.integer("ranks", ranks, 1)
+    mesh = ranks if isinstance(ranks, DeviceMesh) else None
+    number = mesh.size(mesh.ndim - 1) if mesh is not None else checks.integer("ranks", ranks, 1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        # of a DTensor, such as expert-parallel weights, fully_shard divides this rank's part
-        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-        even = [d for d, size in enumerate(shape) if size % ranks == 0]
+        shape = parameter.shape
+        if isinstance(parameter, DTensor):
+            if mesh is not None:
+                _check_other_ranks(parameter, mesh)
+            # of a DTensor, such as expert-parallel weights, fully_shard divides this rank's part
+            shape = parameter.to_local().shape
+        even = [d for d, size in enumerate(shape) if size % number == 0]
         return Shard(even[0]) if even else None
 
     return place
+
+
+def _check_other_ranks(parameter: DTensor, mesh: DeviceMesh) -> None:
+    own, theirs = (m.mesh.flatten().tolist() for m in (parameter.device_mesh, mesh))
+    if len(set(own) & set(theirs)) > 1:  # this rank is in both
+        raise ValueError(
+            f"mesh: got ranks {theirs} for a parameter of shape {list(parameter.shape)}, which ranks {own} "
+            "already share by expert parallelism; wanted ranks that hold the same experts; pass another "
+            'dimension of one mesh, as in fully_shard(layer, mesh=mesh["dp"]) for process_group=mesh["ep"]'
+        )
 
 
 def padded_elements(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> int:

@@ -37,6 +37,7 @@ from fp8moe.adapters.torch_sharding import (
     local_of,
     own_experts,
     own_part,
+    replicated,
     shard_of,
 )
 from fp8moe.adapters.torch_stats import Collector, LayerStats
@@ -87,16 +88,17 @@ class FP8FlowMoE(nn.Module):
     process_group : ProcessGroup, DeviceMesh, Transport or None
         The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or a
         `fp8moe.expert_parallel.Transport` such as `fp8moe.adapters.torch_symmetric_memory` provides. Each
-        rank has an equal share of the num_experts experts. w13 and w2 are DTensors sharded along the experts,
-        so torch.distributed.checkpoint saves all experts and can load them on another number of ranks, and
-        ``fully_shard`` over another dimension of the mesh can be combined with it (see
-        `fp8moe.adapters.torch_sharding`, which also has optimizer groups and gradient clipping for models
-        that contain plain tensors too). State dicts with plain tensors, of all experts or of this rank's, can
-        be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row counts in every forward, so
-        the forward cannot be captured in a CUDA graph, unless it is given a
-        `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is replicated on
-        every rank: sum its gradient over the ranks, like that of any other parameter. The gradients of w13
-        and w2 are already sums over the ranks: divide them by the number of ranks where the others are
+        rank has an equal share of the num_experts experts. The parameters are DTensors over these ranks: w13
+        and w2 sharded along the experts, the router's weight replicated. So torch.distributed.checkpoint
+        saves all experts and can load them on another number of ranks, torch's optimizers and
+        ``clip_grad_norm_`` take all of them together, and ``fully_shard`` over another dimension of the mesh
+        can be combined with it (see `fp8moe.adapters.torch_sharding`, which also has optimizer groups and
+        gradient clipping for models that contain plain tensors too). State dicts with plain tensors, of all
+        experts or of this rank's, can be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row
+        counts in every forward, so the forward cannot be captured in a CUDA graph, unless it is given a
+        `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The gradients of all parameters
+        are sums over the ranks: those of w13 and w2 by themselves, the router's by an all-reduce in the
+        layer's backward. Divide them by the number of ranks where those of the rest of the model are
         averaged. All ranks must run the backward, and x must require a gradient on all of them or on none,
         because the backward exchanges rows too; the forward raises if their gradients differ, except with a
         ``capacity`` or an Engine.
@@ -225,6 +227,8 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
             )
+        if self.router is not None and ranks.mesh is not None:
+            self.router.weight = replicated(self.router.weight, ranks.mesh)
         self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
         self.w2 = self._weight(num_experts, hidden, ffn, **options)
         self.register_load_state_dict_pre_hook(_shards_given)

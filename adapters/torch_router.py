@@ -30,7 +30,7 @@ from fp8moe.adapters.torch_operation import (
     refuse_codes,
     refuse_transforms,
 )
-from fp8moe.adapters.torch_sharding import local_of, own_part
+from fp8moe.adapters.torch_sharding import as_replica, local_of, own_part, replica_of
 from fp8moe.router import add_product, check_choice
 
 __all__ = ["Router", "route"]
@@ -108,9 +108,11 @@ class Router(nn.Module):
             self.expert_bias = original.to(converted.device)  # updates of 1e-3 would be lost in bfloat16
         return self
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        refuse_codes(self, *arguments)
-        super()._load_from_state_dict(*arguments)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        refuse_codes(self, state_dict, prefix)
+        if (name := prefix + "weight") in state_dict:  # of one process, or of an external router
+            state_dict[name] = as_replica(state_dict[name], self.weight)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
         bias = self.expert_bias
         if bias is not None and bias.dtype != torch.float32:  # load_state_dict(assign=True) keeps the dtype
             self.expert_bias = bias.detach().float()
@@ -142,13 +144,14 @@ class Router(nn.Module):
             As in `fp8moe.route`.
         """
         check_float("x", x, 2)
-        check_float("weight", self.weight, 2)  # one on meta would select experts by undefined numbers
-        if x.ndim != 2 or x.shape[1] != self.weight.shape[1]:
-            hidden = self.weight.shape[1]
+        weight = replica_of("weight", self.weight)
+        check_float("weight", weight, 2)  # one on meta would select experts by undefined numbers
+        if x.ndim != 2 or x.shape[1] != weight.shape[1]:
+            hidden = weight.shape[1]
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [T, {hidden}]; pass x.reshape(-1, {hidden})"
             )
-        return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences, pass_rows)
+        return _route_rows(x, weight, self.expert_bias, self.config, num_sequences, pass_rows)
 
     def extra_repr(self) -> str:
         experts, hidden = getattr(self.weight, "ds_shape", self.weight.shape)  # of DeepSpeed's ZeRO-3

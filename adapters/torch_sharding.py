@@ -10,16 +10,18 @@ weights further.
     fully_shard(layer, mesh=mesh["dp"])
     layer.set_gradient_divide_factor(mesh.size())
 
-The gradients of w13 and w2 are already sums over the ranks of "ep"; without the last line they would be
-divided only by the ranks of "dp", and be larger than all others by the number of ranks of "ep". Each rank
-computes the router's gradient from its own tokens: call ``fully_shard(layer.router, mesh=...)`` over all
-ranks first, which averages it. torch's optimizers and `torch.nn.utils.clip_grad_norm_` do not accept plain
-tensors and DTensors in one group: for models with both, use `param_groups` and `clip_grad_norm_`.
+The router's weight is a `DTensor` of the same mesh, replicated: torch's optimizers, `torch.nn.utils` and
+`GradScaler` do not accept plain tensors and DTensors in one list. The gradients of all of the layer's
+parameters are sums over the ranks of "ep" when ``backward()`` returns: those of w13 and w2 because a rank's
+experts receive all ranks' tokens, the router's because the layer's backward sums it (`replica_of`). In the
+above, without the last line, they would be divided only by the ranks of "dp". For models that contain plain
+tensors or DTensors of other meshes too, use `param_groups` and `clip_grad_norm_`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +30,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8moe.adapters.torch_distributed import ProcessGroup, of_other_ranks
 from fp8moe.adapters.torch_operation import check_values, is_partitioned
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 
-__all__ = ["LoadPlanner", "clip_grad_norm_", "param_groups"]
+__all__ = ["LoadPlanner", "clip_grad_norm_", "exclude_from_ddp", "param_groups"]
 
 EXPERTS = (Shard(0),)  # placement of weights [E, N, K]
+REPLICA = (Replicate(),)  # placement of the router's weight
 
 
 class Ranks:
@@ -135,6 +138,12 @@ def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(DTensor.from_local(local, mesh, EXPERTS, run_check=False))
 
 
+def replicated(w: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """A parameter that all ranks have, as a DTensor."""
+    local = DTensor.from_local(w.detach(), mesh, REPLICA, run_check=False)
+    return nn.Parameter(local, requires_grad=w.requires_grad)
+
+
 def local_of(w: Tensor) -> Tensor:
     """This rank's part of a weight, differentiable; plain tensors are returned unchanged."""
     return w.to_local() if isinstance(w, DTensor) else w  # type: ignore[no-any-return]
@@ -145,15 +154,59 @@ def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
     Raises TypeError for a DTensor of which this rank has less than that.
     """
-    if not isinstance(w, DTensor) or all(p == Replicate() for p in w.placements):
+    if not isinstance(w, DTensor) or _is_replicated(w):
         return local_of(w)
     if w.placements != EXPERTS or w.device_mesh != mesh:
-        raise TypeError(
-            f"{name}: got a DTensor of placements {w.placements}, of which this rank has a part; wanted the "
-            "weights of its experts whole; pass process_group= for expert parallelism, or use fully_shard, "
-            "which gathers weights for the call of the module that it was given"
-        )
+        fix = "pass process_group= for expert parallelism, or use fully_shard"
+        raise _of_a_part(name, w, "weights of its experts", fix)
     return local_of(w)
+
+
+def replica_of(name: str, w: Tensor) -> Tensor:
+    """A weight that all ranks have, as a plain tensor of this rank. Its gradient, which each rank computes
+    from its own tokens, becomes the sum over the ranks of the weight's mesh, in the backward.
+
+    Raises TypeError for a DTensor of which this rank has a part.
+    """
+    if not isinstance(w, DTensor):
+        return w
+    if not _is_replicated(w):
+        raise _of_a_part(name, w, "weight", "use fully_shard")
+    if torch.compiler.is_compiling():
+        whole = w.redistribute(placements=w.placements)  # its backward sums
+        return whole.to_local(grad_placements=[Partial()] * w.device_mesh.ndim)  # type: ignore[no-any-return]
+    return _Replica.apply(w)  # type: ignore[no-any-return]
+
+
+class _Replica(torch.autograd.Function):
+    """`replica_of` in eager mode: DTensor's own operations take the host 0.1 ms more in a step."""
+
+    @staticmethod
+    def forward(ctx, w):  # type: ignore[no-untyped-def]
+        ctx.mesh, ctx.placements = w.device_mesh, w.placements
+        ctx.set_materialize_grads(False)
+        return w._local_tensor.view_as(w._local_tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        if grad is None:
+            return None
+        total = grad.clone(memory_format=torch.contiguous_format)
+        for group in ctx.mesh.get_all_groups():
+            dist.all_reduce(total, group=group)
+        return DTensor.from_local(total, ctx.mesh, ctx.placements, run_check=False)
+
+
+def _is_replicated(w: DTensor) -> bool:
+    return all(p == Replicate() for p in w.placements)
+
+
+def _of_a_part(name: str, w: DTensor, what: str, fix: str) -> TypeError:
+    return TypeError(
+        f"{name}: got a DTensor of placements {w.placements}, of which this rank has a part; wanted the "
+        f"{what} whole; {fix}, which gathers weights for the call of the module that it was given"
+    )
 
 
 def own_part(w: Tensor) -> tuple[slice, ...]:
@@ -178,6 +231,14 @@ def engine_of(w: Tensor) -> str:
     marks = "ds_id", "_hp_mapping"  # of ZeRO-3; of ZeRO-1, ZeRO-2 and DeepSpeed's BF16_Optimizer
     known = any(hasattr(w, mark) for mark in marks)
     return "DeepSpeed" if known else "an engine such as DeepSpeed, Megatron-LM or Apex"
+
+
+def as_replica(value: Any, w: Tensor) -> Any:
+    """A state dict's plain tensor as a DTensor, if the weight is one that all ranks have."""
+    if not isinstance(w, DTensor) or type(value) not in (Tensor, nn.Parameter) or not _is_replicated(w):
+        return value
+    local = value.detach().to(value.device if w.device.type == "meta" else w.device)
+    return DTensor.from_local(local, w.device_mesh, w.placements, run_check=False)
 
 
 def as_shard(value: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
@@ -321,6 +382,71 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def exclude_from_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
+    """Prepare a model with expert-parallel layers for `torch.nn.parallel.DistributedDataParallel`.
+
+    DDP averages gradients over its ranks, and cannot do so with DTensors. The layers sum theirs over the same
+    ranks themselves: DDP is told to ignore these parameters, and their gradients are divided by the number of
+    ranks, so that the gradients of all of the model's parameters are means over the ranks. Call it before
+    `DistributedDataParallel` (or accelerate's ``prepare``), and again for a copy of the model.
+
+    Parameters
+    ----------
+    model : Module
+        The module that DDP will wrap. Modified in place: its attribute with names for DDP to ignore, and a
+        hook of each DTensor parameter.
+    process_group : ProcessGroup or None
+        DDP's process group; None: the default group.
+
+    Returns
+    -------
+    Module
+        The model.
+
+    Raises
+    ------
+    ValueError
+        For a DTensor parameter over other ranks than those of the group: DDP would leave the copies of its
+        other ranks different.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from fp8moe.adapters.torch_moe import FP8FlowMoE
+    >>> from fp8moe.adapters.torch_sharding import exclude_from_ddp
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> experts = FP8FlowMoE(64, 128, num_experts=4, topk=2, recipe="bf16", process_group=dist.group.WORLD)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), experts)
+    >>> model = torch.nn.parallel.DistributedDataParallel(exclude_from_ddp(model))
+    >>> model(torch.ones(3, 64)).sum().backward()
+    >>> experts.w13.grad.shape
+    torch.Size([4, 256, 64])
+    >>> dist.destroy_process_group()
+    """
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, p in model.named_parameters():
+        if not isinstance(p, DTensor):
+            continue
+        ranks = dist.get_process_group_ranks(process_group)
+        own = p.device_mesh.mesh.flatten().tolist()
+        if sorted(own) != sorted(ranks):
+            raise ValueError(
+                f"process_group: got ranks {ranks}; wanted {own}, which hold {name}; where the experts have "
+                "copies on further ranks, use fully_shard over another dimension of their mesh"
+            )
+        ignored |= {name, f".{name}"}  # for the model's own parameters DDP uses both forms
+        hooks = (p._backward_hooks or {}).values()
+        if p.requires_grad and not any(getattr(hook, "func", None) is _mean for hook in hooks):
+            p.register_hook(partial(_mean, ranks=len(own)))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    return model
+
+
+def _mean(grad: Tensor, *, ranks: int) -> Tensor:
+    return grad / ranks
 
 
 def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -599,9 +599,8 @@ def module(comm):
         for w, other in ((ours.w13, alone.w13), (ours.w2, alone.w2)):
             a, b = w.grad.to_local(), other.grad[own_experts]
             torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-7 * b.abs().max().item())
-        gathered = ours.router.weight.grad.clone()
-        dist.all_reduce(gathered)
-        torch.testing.assert_close(gathered, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
+        summed = ours.router.weight.grad.to_local()
+        torch.testing.assert_close(summed, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
         ours.w13 = torch.nn.Parameter(ours.w13.detach().to_local())  # a plain tensor of this rank's experts
         assert torch.equal(ours(x[own]), y_ours)
         ours.w13 = torch.nn.Parameter(ours.w13.detach()[:1])
@@ -658,6 +657,15 @@ def loaded(comm):
     with torch.no_grad():
         layer.w13.zero_()
     restored(layer, f"{FILE}-saved")
+    router = (
+        layer.router.weight.detach()
+    )  # that was a plain tensor in earlier checkpoints, and is in one process
+    for given, other in ((whole(router), router), (router, whole(router))):
+        dcp.save({"weight": given}, checkpoint_id=f"{FILE}-router{given is router}")
+        state = {"weight": torch.zeros_like(other)}
+        dcp.load(state, checkpoint_id=f"{FILE}-router{given is router}")
+        assert type(state["weight"]) is type(other)
+        assert torch.equal(whole(state["weight"]), whole(router))
 
 
 def restored(layer, folder):
@@ -674,11 +682,14 @@ def composed(comm):
     process."""
     mesh, everybody = meshes()
     alone, layer = seeded(), seeded(process_group=mesh["ep"])
+    for ranks in (everybody, mesh["ep"]):
+        place = shard_placement(ranks)
+        with pytest.raises(ValueError, match=r"mesh: got ranks \[.*; wanted ranks that hold the same exp"):
+            fully_shard(seeded(process_group=mesh["ep"]), mesh=ranks, shard_placement_fn=place)
     # 8 experts would need no padding, of which a rank has 4
     assert [shard_placement(8)(w).dim for w in (layer.w13, layer.w2)] == [1, 1]
-    fully_shard(layer.router, mesh=everybody)
-    fully_shard(layer, mesh=mesh["dp"])
-    layer.set_gradient_divide_factor(WORLD)  # the ranks of "ep" are in the experts' gradients already
+    fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=shard_placement(mesh["dp"]))
+    layer.set_gradient_divide_factor(WORLD)  # the ranks of "ep" are in the gradients already
     layer.set_force_sum_reduction_for_comms(DEVICE == "cpu")  # gloo has no sum with a factor
     x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
     starts = [sum(COUNTS[:r]) for r in range(WORLD + 1)]
@@ -796,6 +807,114 @@ def data_parallel(comm):
         assert (p.grad - mean).abs().max() <= WORLD * 2.0**-23 * mean.abs().max()
 
 
+def together(comm):
+    """What torch does to all parameters of a layer at once, router and experts: equal to one process with all
+    experts."""
+    alone, layer = seeded("bf16"), seeded("bf16", process_group=dist.group.WORLD)
+    x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
+    start = sum(COUNTS[:RANK])
+    own = slice(start, start + COUNTS[RANK])
+    alone(x).backward(dy)
+    layer(x[own]).backward(dy[own])
+    ours, theirs = list(layer.parameters()), list(alone.parameters())
+    for p, q in zip(ours, theirs, strict=True):
+        same_up_to_rounding(p.grad, q.grad)
+        q.grad = whole(p.grad)
+    grads = [p.grad.clone() for p in ours]
+
+    def same(a, b):
+        return all(torch.equal(whole(p.detach()), q.detach()) for p, q in zip(a, b, strict=True))
+
+    def same_after(action):
+        for parameters in (ours, theirs):
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad.clone() if parameters is ours else whole(grad).clone()
+        results = action(ours), action(theirs)
+        assert same([p.grad for p in ours], [p.grad for p in theirs]), action
+        assert same(ours, theirs), action
+        return results
+
+    utilities = torch.nn.utils
+    norm, wanted = (whole(utilities.get_total_norm([p.grad for p in ps])) for ps in (ours, theirs))
+    # sums of squares in float32 in two orders, which pairwise summation bounds by 2 log2(n) 2^-24 each, and
+    # half of it after the root: n is 2^20 elements
+    torch.testing.assert_close(norm, wanted, rtol=2 * 20 * 2.0**-24, atol=0)
+    norm = whole(utilities.clip_grad_norm_(ours, norm.item() / 2))
+    torch.testing.assert_close(norm, wanted, rtol=2 * 20 * 2.0**-24, atol=0)
+    half = whole(utilities.get_total_norm([p.grad for p in ours]))
+    torch.testing.assert_close(half, wanted / 2, rtol=1e-5, atol=0)
+    bound = float(norm) / 1000  # a few times the root mean square of the gradients of 10^6 elements
+    same_after(lambda ps: utilities.clip_grad_value_(ps, bound))
+    for options in ({"fused": True}, {"foreach": True}):
+        same_after(lambda ps, options=options: torch.optim.AdamW(ps, lr=0.1, **options).step())
+    vector, wanted = (utilities.parameters_to_vector(ps) for ps in (ours, theirs))
+    assert torch.equal(whole(vector.detach()), wanted.detach())
+    averages = []
+    for parallel in (layer, alone):
+        average = torch.optim.swa_utils.AveragedModel(
+            parallel, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        average.update_parameters(parallel)
+        for p in average.parameters():
+            p.detach().mul_(0.5)
+        average.update_parameters(parallel)
+        averages.append(average)
+    assert same(averages[0].parameters(), averages[1].parameters())
+    for infinite in (False, True):  # in the gradient of one rank's expert
+        if infinite:
+            for g in grads:
+                if whole(g).dim() == 3 and RANK == WORLD - 1:
+                    g.to_local()[0, 0, 0] = torch.inf
+        before = [p.detach().clone() for p in ours]
+
+        def scaled_step(ps):
+            scaler, optimizer = torch.amp.GradScaler(DEVICE, init_scale=4.0), torch.optim.SGD(ps, lr=0.1)
+            scaler.scale(torch.ones((), device=DEVICE))
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+
+        same_after(scaled_step)
+        assert same(before, theirs) == infinite  # all ranks leave out the step
+    in_data_parallel()
+
+
+def same_up_to_rounding(grad, wanted):
+    """Sums of bfloat16 rows by rank, which are rounded once more: 2^-8 of a row, in sums of rows."""
+    far = (whole(grad) - wanted).norm()
+    assert far <= 2.0**-6 * wanted.norm(), far
+
+
+def in_data_parallel():
+    """DistributedDataParallel, directly and by accelerate: all gradients are means over the ranks."""
+    accelerate = pytest.importorskip("accelerate") if DEVICE == "cpu" else None
+
+    def model(**options):
+        torch.manual_seed(4)
+        return torch.nn.Sequential(torch.nn.Linear(H, H, device=DEVICE), seeded("bf16", **options))
+
+    x, dy = torch.randn(2, 8 * WORLD, H, device=DEVICE)
+    own = slice(8 * RANK, 8 * RANK + 8)
+    alone = model()
+    (alone(x) * dy).sum().div(WORLD).backward()
+    wraps = [torch.nn.parallel.DistributedDataParallel]
+    if accelerate is not None:
+        launched = {"RANK": RANK, "LOCAL_RANK": RANK, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+        os.environ |= {name: str(value) for name, value in launched.items()}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate asks for them
+        wraps.append(accelerate.Accelerator(cpu=True).prepare)
+    for wrap in wraps:
+        ours = model(process_group=dist.group.WORLD)
+        prepared = wrap(torch_sharding.exclude_from_ddp(torch_sharding.exclude_from_ddp(ours)))
+        assert isinstance(prepared, torch.nn.parallel.DistributedDataParallel)
+        (prepared(x[own]) * dy[own]).sum().backward()
+        for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+            same_up_to_rounding(p.grad, q.grad)
+    single = dist.new_group([0])
+    if RANK == 0:
+        with pytest.raises(ValueError, match=r"process_group: got ranks \[0\]; wanted \[0, 1.*hold 1.w"):
+            torch_sharding.exclude_from_ddp(model(process_group=dist.group.WORLD), single)
+
+
 def in_turn(comm):
     """Two exchanges may be pending, a third is an error, and exchanges that exceed the window use NCCL."""
     x, ids = put(np.full((64, H), RANK + 1.0).astype(BF16)), put(np.arange(128).reshape(64, 2) % E)
@@ -858,6 +977,7 @@ cases = {
         copied,
         changed,
         data_parallel,
+        together,
         lost,
     )
 }

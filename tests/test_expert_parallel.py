@@ -59,7 +59,7 @@ def together(world, arguments, limit):
 @pytest.mark.parametrize(
     ("cases", "world"),
     [
-        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel", 2),
+        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel,together", 2),
         ("layers,rows,same_backward,composed", 4),
         ("lost", 3),
     ],
@@ -81,7 +81,7 @@ def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
     [
         "layers,bounded,chunks,rows,refusals,same_backward,module",
         "layers/peer,chunks/peer,rows/peer,refusals/peer,same_backward/peer,module/peer,in_turn/peer",
-        "copied,changed,data_parallel,composed",
+        "copied,changed,data_parallel,together,composed",
     ],
 )
 def test_several_gpus(cases, world, tmp_path):
