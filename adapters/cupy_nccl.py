@@ -45,8 +45,18 @@ class Communicator:
     """
 
     def __init__(self, communicator: Any, rank: int, world_size: int):
-        self._communicator, self.rank, self.world_size = communicator, rank, world_size
+        self._communicator, self._rank, self._world_size = communicator, rank, world_size
         self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """W, the number of ranks."""
+        return self._world_size
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         """Exchange row counts between all ranks.

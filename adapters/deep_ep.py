@@ -80,8 +80,22 @@ class Engine:
                 "buffer: got one with allow_multiple_reduction=False, which cannot return the gradients of "
                 "expanded rows' probabilities; wanted True"
             )
-        self._buffer, self.group = buffer, buffer.group
-        self.rank, self.world_size = buffer.rank_idx, buffer.num_ranks
+        self._buffer = buffer
+
+    @property
+    def group(self) -> Any:
+        """The buffer's process group."""
+        return self._buffer.group
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self._buffer.rank_idx  # type: ignore[no-any-return]
+
+    @property
+    def world_size(self) -> int:
+        """W, the number of ranks."""
+        return self._buffer.num_ranks  # type: ignore[no-any-return]
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None

@@ -24,8 +24,7 @@ from fp8moe.activation import GATED, Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_operation import refuse_codes
-from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.recipes import RECIPES
+from fp8moe.layer_options import LayerOptions
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages
@@ -213,9 +212,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         num_sms: int | None = None,
     ):
         super().__init__(config=config)
-        checks.choice("recipe", recipe, RECIPES)
-        self.backend = checks.choice("backend", backend, BACKENDS)
-        self.num_sms = check_limit(num_sms, backend)
+        modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
+        recompute = "moe_expert" if "moe_act" in modules else None
+        self._options = LayerOptions(recipe, recompute, backend=backend, num_sms=num_sms)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, refused_with(recipe))
         if recipe != "bf16" and config.first_last_layers_bf16:
@@ -223,10 +222,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
                 "first_last_layers_bf16: got True for experts that do not know their layer's number; wanted "
                 "use_fp8_flow(dispatcher='fp8moe'), or recipe='bf16'"
             )
-        self.recipe, self.activation = recipe, activation_of(config)
-        modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
-        self.recompute = "moe_expert" if "moe_act" in modules else None
-        self.num_local_experts = num_local_experts
+        self._options = dataclasses.replace(self._options, activation=activation_of(config))
+        self._num_local_experts = num_local_experts
         self.ep_group, self.dp_group = groups.ep, groups.expt_dp
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -298,11 +295,45 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             `fp8moe.adapters.torch_functional.moe_experts`.
         """
         rows = permuted_local_hidden_states, *self._weights()
+        options = vars(self._options)
         if topk_ids is not None:
-            return torch_ops.moe_experts(*rows, topk_ids, permuted_probs, comm=comm, **self._options()), None
+            return torch_ops.moe_experts(*rows, topk_ids, permuted_probs, comm=comm, **options), None
         device = permuted_local_hidden_states.device
         counts = tokens_per_expert.to(device, non_blocking=True)  # type: ignore[union-attr]
-        return torch_ops.moe_experts_permuted(*rows, counts, permuted_probs, **self._options()), None
+        return torch_ops.moe_experts_permuted(*rows, counts, permuted_probs, **options), None
+
+    @property
+    def num_local_experts(self) -> int:
+        """Number of experts on this rank."""
+        return self._num_local_experts
+
+    @property
+    def recipe(self) -> str:
+        """The recipe of the experts; with `FP8FlowMoELayer`, that of the layer's number."""
+        return self._options.recipe
+
+    @property
+    def recompute(self) -> str | None:
+        """What the backward recomputes, by the config's ``recompute_modules``."""
+        return self._options.recompute
+
+    @property
+    def activation(self) -> Activation:
+        """The activation, by the config."""
+        return self._options.activation
+
+    @property
+    def backend(self) -> str | None:
+        """Kernels of the products, as in the constructor."""
+        return self._options.backend
+
+    @property
+    def num_sms(self) -> int | None:
+        """Maximum number of SMs of a product, as in the constructor."""
+        return self._options.num_sms
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         if self.recipe != "bf16":
@@ -310,10 +341,6 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         # views have no ``main_grad``: torch's grouped product does not add to it; the data parallel wrapper's
         # hook does
         return self.weight1.view_as(self.weight1), self.weight2.view_as(self.weight2)
-
-    def _options(self) -> dict[str, Any]:
-        options = {"recipe": self.recipe, "recompute": self.recompute, "activation": self.activation}
-        return {**options, "backend": self.backend, "num_sms": self.num_sms}
 
     def backward_dw(self) -> None:
         """Do nothing: delay_wgrad_compute is not supported."""
@@ -542,13 +569,12 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         **options: Any,
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        checks.choice("recipe", recipe, RECIPES)
-        checks.choice("backend", backend, BACKENDS)
+        LayerOptions(recipe, backend=backend, num_sms=num_sms)
         check_config(config, groups, refused_with(recipe) | REFUSED_BY_LAYER)
-        num_sms = check_limit(num_sms, backend)
         activation_of(config)
         # `_set_recipe` sets the recipe, which depends on the layer's number
-        experts = ModuleSpec(module=FP8FlowExperts, params={"recipe": "bf16"})
+        params = {"recipe": "bf16", "backend": backend, "num_sms": num_sms}
+        experts = ModuleSpec(module=FP8FlowExperts, params=params)
         if submodules is None:
             submodules = MoESubmodules(experts=experts)
         submodules = dataclasses.replace(submodules, experts=experts)
@@ -558,7 +584,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = dispatcher_type
-        self._recipe, self.experts.backend, self.experts.num_sms = recipe, backend, num_sms
+        self._recipe = recipe
         self._set_recipe()
         self.token_dispatcher = _Dispatcher(config, groups)
         self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None
@@ -579,7 +605,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     def _set_recipe(self) -> None:
         number = 0 if self.layer_number is None or getattr(self, "is_mtp_layer", False) else self.layer_number
         bf16 = is_first_last_bf16_layer(self.config, number - 1)  # never for a number of 0
-        self.experts.recipe = "bf16" if bf16 else self._recipe
+        recipe = "bf16" if bf16 else self._recipe
+        self.experts._options = dataclasses.replace(self.experts._options, recipe=recipe)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Dispatch the tokens, compute their experts and combine the outputs.
@@ -668,10 +695,9 @@ def use_fp8_flow(
     >>> megatron.use_fp8_flow([spec, spec], recipe="fp8_flow")[0] is spec
     False
     """
-    checks.choice("recipe", recipe, RECIPES)
-    checks.choice("backend", backend, BACKENDS)
+    LayerOptions(recipe, backend=backend, num_sms=num_sms)
     checks.choice("dispatcher", dispatcher, ("fp8moe", "megatron"))
-    options = {"recipe": recipe, "backend": backend, "num_sms": check_limit(num_sms, backend)}
+    options = {"recipe": recipe, "backend": backend, "num_sms": num_sms}
     replaced = []
 
     def layer(submodules: Any, build: Callable[[Any, dict[str, Any]], Any]) -> Any:

@@ -72,9 +72,7 @@ class ProcessGroup:
     """
 
     def __init__(self, group: Any = None, capacity: Capacity | None = None, overlap_chunks: int = 1):
-        if capacity is not None:
-            checks.options("capacity", capacity, Capacity)
-        self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
+        self.capacity, self.overlap_chunks = capacity, overlap_chunks
         if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns on the other ranks
             raise of_other_ranks("group")
         if not (group is None or isinstance(group, dist.ProcessGroup)):
@@ -82,14 +80,54 @@ class ProcessGroup:
                 f"group: got {type(group).__name__}; wanted a torch.distributed.ProcessGroup, such as "
                 "mesh.get_group() of a DeviceMesh"
             )
-        self.group: Any = dist.group.WORLD if group is None else group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.handle = handle_of(self)  # compiled code finds the group by it
+        self._group: Any = dist.group.WORLD if group is None else group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._handle = handle_of(self)  # compiled code finds the group by it
         self._watch = LostRankWatch(self.group)
         self._headers: dict[Any, Tensor] = {}  # one per kind of layer
         self._gathered: dict[Any, tuple[Tensor, Tensor]] = {}  # counts of all ranks: `_buffers`
         self._agreed: set[Any] = set()  # headers known to be equal on all ranks
         self._overflow: Tensor | None = None  # dropped rows and entries of all forwards
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """As in the constructor; it may be set between forwards, on all ranks."""
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, value: Capacity | None) -> None:
+        if value is not None:
+            checks.options("capacity", value, Capacity)
+        self._capacity = value
+
+    @property
+    def overlap_chunks(self) -> int:
+        """As in the constructor; it may be set between forwards, on all ranks."""
+        return self._overlap_chunks
+
+    @overlap_chunks.setter
+    def overlap_chunks(self, value: int) -> None:
+        self._overlap_chunks = checks.integer("overlap_chunks", value, 1)
+
+    @property
+    def group(self) -> Any:
+        """The `torch.distributed.ProcessGroup`."""
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """W, the number of ranks."""
+        return self._world_size
+
+    @property
+    def handle(self) -> Tensor:
+        """A number by which compiled code finds this object."""
+        return self._handle
 
     def __deepcopy__(self, memo: Any) -> ProcessGroup:
         return self  # copies of a layer communicate with the same ranks

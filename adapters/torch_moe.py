@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,13 +43,48 @@ from fp8moe.adapters.torch_sharding import (
 )
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.expert_parallel.protocols import chunks_of
-from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.recipes import GRADIENTS, RECIPES, RECOMPUTE, Recipe
+from fp8moe.layer_options import LayerOptions
+from fp8moe.recipes import GRADIENTS, Recipe
 from fp8moe.record_trees import arrays_in
 
 __all__ = ["FP8FlowMoE", "weights_unchanged"]
 
 _DTYPES = torch.bfloat16, torch.float16, torch.float32  # of weights
+
+
+def _option(name: str) -> Any:
+    """A property of a layer: one of its `LayerOptions`, checked when it is set."""
+
+    def read(layer: FP8FlowMoE) -> Any:
+        return getattr(layer._options, name)
+
+    def write(layer: FP8FlowMoE, value: Any) -> None:
+        layer._set_option(name, value)
+
+    return property(read, write, doc=f"As in the constructor; the next forward uses the ``{name}`` set here.")
+
+
+def _fixed(name: str, doc: str) -> Any:
+    """A property of a layer that only its constructor sets."""
+
+    def read(layer: FP8FlowMoE) -> Any:
+        return getattr(layer, name)
+
+    def write(layer: FP8FlowMoE, value: Any) -> None:
+        raise AttributeError(
+            f"{name[1:]}: got {value}; wanted {getattr(layer, name)}, the weights' size, which the "
+            "constructor sets; make a layer of the other size"
+        )
+
+    return property(read, write, doc=doc)
+
+
+def _check_width(recipe: str, ffn: int) -> None:
+    if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
+        raise ValueError(
+            f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
+            'pass recipe="fp8_flow", which pads with zeros'
+        )
 
 
 class FP8FlowMoE(nn.Module):
@@ -186,24 +222,14 @@ class FP8FlowMoE(nn.Module):
         dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
-        checks.choice("recipe", recipe, RECIPES)
-        checks.choice("recompute", recompute, RECOMPUTE)
+        self._options = LayerOptions(recipe, recompute, activation, backend, num_sms)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
-        if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
-            raise ValueError(
-                f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
-                'pass recipe="fp8_flow", which pads with zeros'
-            )
+        _check_width(recipe, ffn)
         num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
         topk = checks.integer("topk", topk, 1)
         if topk > num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
-        self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
-        self.recipe, self.recompute = recipe, recompute
-        self.backend = checks.choice("backend", backend, BACKENDS)
-        self.num_sms = check_limit(num_sms, backend)
-        checks.options("activation", activation, Activation)
-        self.activation = activation
+        self._hidden, self._ffn, self._num_experts, self._topk = hidden, ffn, num_experts, topk
         options = {"device": device, "dtype": dtype}
         accepted = (*_DTYPES, torch.float64) if recipe == "bf16" else _DTYPES
         if (torch.get_default_dtype() if dtype is None else dtype) not in accepted:
@@ -236,12 +262,56 @@ class FP8FlowMoE(nn.Module):
         self._scopes = 0  # number of open weights_unchanged() contexts
         self._shards: dict[str, Tensor] = {}  # weights that fully_shard replaces in the context's forwards
         self._handle = handle_of(self)
-        self.collect_stats = False
+        self._collect_stats = False
         self._collector = Collector()
         if type(self).reset_parameters is FP8FlowMoE.reset_parameters:
             self._reset_experts()  # the router has drawn its numbers, as there before those of the experts
         else:
             self.reset_parameters()
+
+    hidden = _fixed("_hidden", "H, the number of features.")
+    ffn = _fixed("_ffn", "F, the width of an expert.")
+    num_experts = _fixed("_num_experts", "E, over all ranks.")
+    recipe = _option("recipe")
+    recompute = _option("recompute")
+    activation = _option("activation")
+    backend = _option("backend")
+    num_sms = _option("num_sms")
+
+    @property
+    def topk(self) -> int:
+        """Number of experts per token, the router's."""
+        return self.router.config.topk if isinstance(self.router, Router) else self._topk
+
+    @topk.setter
+    def topk(self, value: int) -> None:
+        if not isinstance(self.router, Router):
+            raise AttributeError(
+                f"topk: got {value} in a layer without a `Router`; wanted {self._topk}, as it was made; make "
+                "a layer with another topk"
+            )
+        self.router.config = replace(self.router.config, topk=value)
+
+    @property
+    def collect_stats(self) -> bool:
+        """Whether forwards and backwards in eager mode collect the statistics that `stats` returns."""
+        return self._collect_stats
+
+    @collect_stats.setter
+    def collect_stats(self, value: bool) -> None:
+        self._collect_stats = checks.flag("collect_stats", value)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        options = replace(self._options, **{name: value})
+        _check_width(options.recipe, self._ffn)
+        if options.activation.gated != (gated := self._options.activation.gated):
+            raise ValueError(
+                f"activation: got {value}; wanted one {'with' if gated else 'without'} a gate, by w13's "
+                "shape; make a layer with this activation"
+            )
+        if options.recipe != self._options.recipe:
+            self._release_copies()
+        self._options = options
 
     def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
         local = torch.empty(experts // self._ranks.size, *shape, **options)
@@ -334,6 +404,11 @@ class FP8FlowMoE(nn.Module):
             tokens, topk_ids, topk_probs = routed
         check_tensor("topk_ids", topk_ids)
         check_float("topk_probs", topk_probs)
+        if self.router is None and topk_ids.shape[-1:] != (self._topk,):
+            raise ValueError(
+                f"topk_ids: got shape {list(topk_ids.shape)}; wanted [T, {self._topk}], by the layer's topk; "
+                "make the layer with the other router's topk"
+            )
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
@@ -431,10 +506,9 @@ class FP8FlowMoE(nn.Module):
         return weights_unchanged(self)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.hidden} x {self.ffn}, {self.num_experts} experts, top-{self.topk}, "
-            f"recipe={self.recipe!r}, recompute={self.recompute!r}"
-        )
+        sizes = f"{self._hidden} x {self._ffn}, {self._num_experts} experts, top-{self.topk}"
+        options = ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
+        return f"{sizes}, {options}, {self._ranks}"
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of the layer do not share its FP8 weights
@@ -461,7 +535,8 @@ class FP8FlowMoE(nn.Module):
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
         would mean no expert, and torch's grouped product reads weights on the meta device as if they had
         values."""
-        shapes = (self.activation.columns(self.ffn), self.hidden), (self.hidden, self.ffn)
+        hidden, ffn = self._hidden, self._ffn
+        shapes = (self._options.activation.columns(ffn), hidden), (hidden, ffn)
         for name, w, shape in zip(("w13", "w2"), (w13, w2), shapes, strict=True):
             check_float(name, w)
             experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
@@ -485,19 +560,20 @@ class FP8FlowMoE(nn.Module):
 
     def _has_explicit_backend(self) -> bool:
         """Whether a backend or num_sms was given."""
-        return self.backend is not None or self.num_sms is not None
+        return self._options.backend is not None or self._options.num_sms is not None
 
     def _check_backend(self, x: Tensor) -> None:
+        options = self._options
         check_backend(
             x,
-            self.backend,
-            self.num_sms,
-            recipe=self.recipe,
-            activation=self.activation,
+            options.backend,
+            options.num_sms,
+            recipe=options.recipe,
+            activation=options.activation,
             dtype="bfloat16",
-            experts=self.num_experts // self._ranks.size,
-            hidden=self.hidden,
-            ffn=self.ffn,
+            experts=self._num_experts // self._ranks.size,
+            hidden=self._hidden,
+            ffn=self._ffn,
             gradients=GRADIENTS if torch.is_grad_enabled() else (),
         )
 
@@ -522,22 +598,23 @@ class FP8FlowMoE(nn.Module):
         copies: list[Quantized],
     ) -> Tensor:
         """own: `_own_experts` of the weights."""
+        options = self._options
         return experts(
             x.contiguous(),
             *own,
             ids.contiguous(),
             probs.contiguous(),
             copies,
-            recipe=self.recipe,
-            recompute=self.recompute,
-            activation=self.activation,
-            backend=self.backend,
-            num_sms=self.num_sms,
+            recipe=options.recipe,
+            recompute=options.recompute,
+            activation=options.activation,
+            backend=options.backend,
+            num_sms=options.num_sms,
             comm=self._ranks.comm,
-            ffn=self.ffn if self.ffn % FP8_BLOCK[1] else None,
+            ffn=self._ffn if self._ffn % FP8_BLOCK[1] else None,
             parameters=weights,
             handle=self._handle,
-            collector=self._collector if self.collect_stats else None,
+            collector=self._collector if self._collect_stats else None,
         )
 
     def _own_experts(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:

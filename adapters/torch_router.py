@@ -79,15 +79,24 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        checks.options("config", config, RouterConfig)
         hidden = checks.integer("hidden", hidden, 1)
-        num_experts = checks.integer("num_experts", num_experts, 1)
-        check_choice(config, num_experts, "num_experts")
+        self._num_experts = checks.integer("num_experts", num_experts, 1)
         self.config = config
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.reset_parameters()
+
+    @property
+    def config(self) -> RouterConfig:
+        """Score function, expert groups and probabilities; the next forward uses the one set here."""
+        return self._config
+
+    @config.setter
+    def config(self, value: RouterConfig) -> None:
+        checks.options("config", value, RouterConfig)
+        check_choice(value, self._num_experts, "num_experts")
+        self._config = value
 
     def reset_parameters(self) -> None:
         """Initialise the weight as `torch.nn.Linear` does, and set the bias to zeros.
@@ -155,7 +164,7 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         experts, hidden = getattr(self.weight, "ds_shape", self.weight.shape)  # of DeepSpeed's ZeRO-3
-        return f"{hidden}, {experts}, {self.config}"
+        return f"{hidden}, {experts}, {self.config}, expert_bias={self.expert_bias is not None}"
 
 
 def route(

@@ -36,6 +36,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fp8moe.adapters.torch_distributed import ProcessGroup, of_other_ranks
 from fp8moe.adapters.torch_operation import check_values, is_partitioned
 from fp8moe.expert_parallel import Capacity, Engine, Transport
+from fp8moe.expert_parallel.protocols import chunks_of
 
 __all__ = ["LoadPlanner", "clip_grad_norm_", "exclude_from_ddp", "param_groups"]
 
@@ -95,6 +96,14 @@ class Ranks:
             if device_type == "meta":
                 device_type = dist.distributed_c10d._get_pg_default_device(group).type
             self.mesh = DeviceMesh.from_group(group, device_type)
+
+    def __repr__(self) -> str:
+        if self.comm is None:
+            return "process_group=None"
+        kind = type(self.comm).__name__
+        return (
+            f"process_group={kind} (rank {self.rank} of {self.size}), overlap_chunks={chunks_of(self.comm)}"
+        )
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # copies of a layer communicate with the same ranks

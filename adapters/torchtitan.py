@@ -23,12 +23,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
-from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.adapters.torch_operation import refuse_codes
-from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.recipes import RECIPES, RECOMPUTE, Recipe
+from fp8moe.layer_options import LayerOptions
+from fp8moe.recipes import Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
@@ -83,7 +82,7 @@ class FP8RoutedExperts(RoutedExperts):
                 f"inner_experts: got {type(self.inner_experts).__name__}; wanted GroupedExperts; leave the "
                 "other converter or override of the experts out"
             )
-        self._options: dict[str, Any] = {n: getattr(config, n) for n in OPTIONS}
+        self._options = _options_of(config)
         self.inner_experts.register_load_state_dict_pre_hook(refuse_codes)
         self._comm: ProcessGroup | None = None
 
@@ -140,8 +139,11 @@ class FP8RoutedExperts(RoutedExperts):
             topk_expert_ids_BLK,
             topk_scores_BLK,
             comm=self._comm,
-            **self._options,
+            **{n: getattr(self._options, n) for n in OPTIONS},
         )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{n}={getattr(self._options, n)!r}" for n in OPTIONS)
 
     def parallelize(self, parallel_dims: Any) -> None:
         super().parallelize(parallel_dims)
@@ -179,10 +181,7 @@ class FP8MoEConverter(QuantizationConverter):
         """Maximum number of SMs that each product may use; None: all."""
 
     def __init__(self, config: Config):
-        checks.choice("recipe", config.recipe, RECIPES)
-        checks.choice("recompute", config.recompute, RECOMPUTE)
-        checks.choice("backend", config.backend, BACKENDS)
-        check_limit(config.num_sms, config.backend)
+        _options_of(config)
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
@@ -206,6 +205,7 @@ class FP8MoEConverter(QuantizationConverter):
         ValueError
             For a model without routed experts.
         """
+        options = _options_of(self.config)  # which may have changed
         layers = list(model_config.traverse(RoutedExperts.Config))
         if not layers:
             name = type(model_config)._owner.__name__
@@ -223,7 +223,7 @@ class FP8MoEConverter(QuantizationConverter):
             _refuse_unsynchronised(config.token_dispatcher)
             new = FP8RoutedExperts.Config(
                 **{f.name: getattr(config, f.name) for f in fields(config)},
-                **{n: getattr(self.config, n) for n in OPTIONS},
+                **{n: getattr(options, n) for n in OPTIONS},
             )
             if parent is None:
                 model_config = new
@@ -232,6 +232,11 @@ class FP8MoEConverter(QuantizationConverter):
             else:
                 setattr(parent, attribute, new)
         return model_config
+
+
+def _options_of(config: Any) -> LayerOptions:
+    """A config's options, checked."""
+    return LayerOptions(**{n: getattr(config, n) for n in OPTIONS})
 
 
 def _refuse_unsynchronised(dispatcher: Any) -> None:

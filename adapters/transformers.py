@@ -37,12 +37,12 @@ except ImportError as error:
     ) from error
 
 import fp8moe
-from fp8moe import Activation, checks
+from fp8moe import Activation
 from fp8moe.activation import GATED, Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.grouped_gemm import BACKENDS, check_limit
-from fp8moe.recipes import RECIPES, RECOMPUTE, Recipe
+from fp8moe.layer_options import LayerOptions
+from fp8moe.recipes import Recipe
 
 __all__ = ["activation_of", "enable"]
 
@@ -90,12 +90,8 @@ def enable(
     >>> model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape
     torch.Size([1, 5, 128])
     """
-    options = {
-        "recipe": checks.choice("recipe", recipe, RECIPES),
-        "recompute": checks.choice("recompute", recompute, RECOMPUTE),
-        "backend": checks.choice("backend", backend, BACKENDS),
-        "num_sms": check_limit(num_sms, backend),
-    }
+    options = dict(vars(LayerOptions(recipe, recompute, backend=backend, num_sms=num_sms)))
+    del options["activation"]  # the module's
     registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
     if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
         raise ValueError(

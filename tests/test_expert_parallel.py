@@ -630,6 +630,31 @@ def test_other_deep_ep_buffers_raise():
         deep_ep.Engine(buffer)
 
 
+def test_attributes_of_transports_are_checked_or_fixed():
+    torch_distributed = pytest.importorskip("fp8moe.adapters.torch_distributed")
+    dist = torch_distributed.dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm = torch_distributed.ProcessGroup()
+        comm.overlap_chunks, comm.capacity = 2, expert_parallel.Capacity(10)
+        assert (comm.overlap_chunks, comm.capacity.rows) == (2, 10)
+        for name, value, error, words in (
+            ("overlap_chunks", 0, ValueError, "overlap_chunks: got 0; wanted an integer from 1"),
+            ("overlap_chunks", True, TypeError, "overlap_chunks: got a bool; wanted"),
+            ("capacity", 10, TypeError, "capacity: got int; wanted an fp8moe.expert_parallel.Capacity"),
+        ):
+            before = getattr(comm, name)
+            with pytest.raises(error, match=words):
+                setattr(comm, name, value)
+            assert getattr(comm, name) == before
+        for transport in (comm, deep_ep.Engine(ElasticBuffer())):
+            for name in ("rank", "world_size", "group"):
+                with pytest.raises(AttributeError, match=name):
+                    setattr(transport, name, 1)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("norm_type", [0, -1.0, float("nan")])
 def test_orders_of_norms_that_do_not_add_up_over_meshes_raise(norm_type):
     torch_sharding = pytest.importorskip("fp8moe.adapters.torch_sharding")

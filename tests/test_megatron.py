@@ -551,6 +551,16 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
         experts(torch.randn(8, 64), None, probs[:, None], topk_ids=torch.zeros(8, 1, dtype=torch.int64))
 
 
+def test_options_of_the_experts_are_fixed():
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(), recipe="bf16", num_sms=4)
+    before = repr(experts)
+    for shown in ("recipe='bf16'", "recompute=None", "backend=None", "num_sms=4", "kind='swiglu'"):
+        assert shown in before
+    for name in ("recipe", "recompute", "activation", "backend", "num_sms", "num_local_experts"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(experts, name, getattr(experts, name))
+
+
 def test_codes_without_scales_are_not_loaded():
     experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups())
     state = experts.state_dict()

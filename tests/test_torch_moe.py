@@ -709,3 +709,94 @@ def test_limits_known_to_the_constructor_raise_there(options, message):
 def test_sizes_that_a_router_module_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
         Router(*arguments, RouterConfig(2))
+
+
+OTHERS = {
+    "recipe": ("bf16", "fp8", ValueError),
+    "recompute": ("moe_expert", "full", ValueError),
+    "activation": (Activation(clamp=0.3), "swiglu", TypeError),
+    "backend": ("plain", "cutlass", ValueError),
+    "num_sms": (4, 3, ValueError),
+    "topk": (1, 9, ValueError),
+    "collect_stats": (True, 1, TypeError),
+}
+FIXED = {"hidden": 512, "ffn": 256, "num_experts": 16}
+
+
+def test_attributes_are_read_and_checked_or_fixed():
+    """Options of a layer may be set later: they take effect, an invalid one is refused by its name and
+    changes nothing; the sizes are fixed."""
+    layer, x = FP8FlowMoE(256, 128, 8, 2), torch.randn(40, 256)
+    of_torch = {n for n in (*vars(torch.nn.Module()), *dir(torch.nn.Module)) if not n.startswith("_")}
+    public = {n for n in (*vars(layer), *dir(type(layer))) if not n.startswith("_")} - of_torch
+    attributes = {n for n in public if not callable(getattr(type(layer), n, None))}
+    assert attributes == {*OTHERS, *FIXED, "fp8_weight_nbytes"}
+    for name, value in (*FIXED.items(), ("fp8_weight_nbytes", 0)):
+        before = getattr(layer, name)
+        with pytest.raises(AttributeError, match=name):
+            setattr(layer, name, value)
+        assert getattr(layer, name) == before
+    for compiled, names in ((False, OTHERS), (True, ("activation", "topk", "collect_stats"))):
+        for name in names:
+            value, invalid, error = OTHERS[name]
+            layer = FP8FlowMoE(256, 128, 8, 2)
+            other = FP8FlowMoE(
+                256, 128, 8, **{"topk": 2} | ({} if name == "collect_stats" else {name: value})
+            )
+            other.load_state_dict(layer.state_dict())
+            forward = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+            y, shown, before = forward(x), repr(layer), getattr(layer, name)
+            with pytest.raises(
+                error, match=rf"^(config\.)?{name}: got {invalid!r}|^{name}: got (str|int); wanted"
+            ):
+                setattr(layer, name, invalid)
+            assert getattr(layer, name) == before
+            assert torch.equal(forward(x), y)
+            setattr(layer, name, value)
+            assert getattr(layer, name) == value
+            if name == "collect_stats":
+                if compiled:
+                    with pytest.raises(RuntimeError, match="collect_stats: got True in compiled code"):
+                        forward(x)
+                else:
+                    forward(x)
+                    assert layer.stats().rows_per_expert.sum() == 40 * 2
+                continue
+            assert repr(layer) == repr(other) != shown
+            if name in ("backend", "num_sms"):
+                with pytest.raises(
+                    ValueError, match=f"{name}: got {value!r} for arrays on the CPU"
+                ) as caught:
+                    forward(x)
+                with pytest.raises(type(caught.value)):
+                    other(x)
+            else:
+                given = x.clone().requires_grad_(), x.clone().requires_grad_()
+                results = [backward(f, t) for f, t in zip((forward, other), given, strict=True)]
+                assert torch.equal(*results)
+                assert torch.equal(given[0].grad, given[1].grad)
+                assert torch.equal(results[0], y) == (name == "recompute")
+
+
+def test_options_that_do_not_fit_a_layer_raise():
+    layer = FP8FlowMoE(64, 96, 8, 2, router=False)
+    for name, value, error, words in (
+        ("recipe", "fp8_blockwise", ValueError, "ffn: got 96; wanted a multiple of 128"),
+        ("activation", Activation("relu2"), ValueError, "activation: got .*; wanted one with a gate"),
+        ("topk", 3, AttributeError, "topk: got 3 in a layer without a `Router`; wanted 2"),
+    ):
+        shown = repr(layer)
+        with pytest.raises(error, match=words):
+            setattr(layer, name, value)
+        assert repr(layer) == shown
+    with pytest.raises(
+        ValueError, match=r"topk_ids: got shape \[5, 3\]; wanted \[T, 2\], by the layer's topk"
+    ):
+        layer(torch.randn(5, 64), torch.zeros(5, 3, dtype=torch.int64), torch.ones(5, 3))
+    router = Router(64, 8, RouterConfig(2))
+    for config, words in ((2, "config: got int"), (RouterConfig(9), "config.topk: got 9; wanted at most 8")):
+        with pytest.raises((TypeError, ValueError), match=words):
+            router.config = config
+    router.config = RouterConfig(3, "sigmoid")
+    assert router(torch.randn(5, 64))[0].shape == (5, 3)
+    assert "sigmoid" in repr(router)

@@ -172,7 +172,16 @@ def test_validation_errors():
         converted(config(), recipe="fp4")
     with pytest.raises(ValueError, match="backend: got 'cutlass'"):
         converted(config(), backend="cutlass")
+    converter = FP8MoEConverter(FP8MoEConverter.Config())
+    converter.config.recompute = "full"
+    with pytest.raises(ValueError, match="recompute: got 'full'; wanted"):
+        converter.convert(config())
+    changed = converted(config())
+    changed.num_sms = 3
+    with pytest.raises(ValueError, match="num_sms: got 3; wanted an even number"):
+        changed.build()
     experts, (x, scores, ids, counts) = converted(config(), backend="mma").build(), routed()
+    assert "recipe='fp8_flow', recompute=None, backend='mma', num_sms=None" in repr(experts)
     with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
         experts(x, scores, ids, counts)
 

@@ -71,8 +71,11 @@ class Transport(Protocol):
     with the products of another (`fp8moe.expert_parallel.overlap`).
     """
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         """All-gathers counts: each of ``counts`` is int32 [W]. Returns for each, on the host, every rank's
@@ -128,8 +131,11 @@ class PeerMemory(Transport, Protocol):
 class Engine(Protocol):
     """A library that implements the four steps itself: `dispatch` and the others below delegate to it."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None
