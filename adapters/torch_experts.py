@@ -9,10 +9,10 @@ modifications are detected.
 from __future__ import annotations
 
 import itertools
-import pickle
+import json
 import re
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, checks, layer_checks, moe, workspace
+from fp8moe import PermutationPlan, Quantized, QuantTensor, checks, layer_checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_halves import (
     Half,
@@ -35,6 +35,7 @@ from fp8moe.adapters.torch_halves import (
 from fp8moe.adapters.torch_library import (
     NAMESPACE,
     as_arguments,
+    dispatch_modes,
     library,
     like,
     once_differentiable,
@@ -44,10 +45,11 @@ from fp8moe.adapters.torch_library import (
     spec_of,
 )
 from fp8moe.adapters.torch_stats import Collector
-from fp8moe.expert_parallel.protocols import chunks_of
+from fp8moe.expert_parallel.protocols import Engine, Route, chunks_of, implements
 from fp8moe.formats import BFLOAT16
+from fp8moe.permuted_rows import PlacedRows
 from fp8moe.recipes import Saved, SavedForWeights
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.record_trees import METADATA_TYPES, arrays_in, field_names, map_arrays
 from fp8moe.records import ArraySpec
 
 #: block of FP8 weights, with codes and scales of both orientations
@@ -59,6 +61,7 @@ class Options(NamedTuple):
     """Arguments of `experts` other than tensors.
 
     w13_is_pair: whether w13 is given as w1 and w3. gradients: names of the gradients, separated by commas.
+    for_statistics: whether to save what the statistics are computed from, also if no backward follows.
     """
 
     recipe: str
@@ -70,6 +73,12 @@ class Options(NamedTuple):
     ffn: int | None
     w13_is_pair: bool
     gradients: str
+    for_statistics: bool
+
+    @property
+    def saves(self) -> bool:
+        """Whether the forward saves tensors."""
+        return bool(self.gradients) or self.for_statistics
 
 
 @as_arguments
@@ -88,6 +97,10 @@ class Targets(NamedTuple):
     dtype2: torch.dtype
     return_zeros: list[bool]
     handle: Tensor | None
+
+
+#: arguments of the backward operators that they write
+_MAIN_GRADS = "targets_main_grad13", "targets_main_grad3", "targets_main_grad2"
 
 
 def experts(
@@ -141,7 +154,8 @@ def experts(
     gradients = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
     products = align_size, activation, backend, num_sms
-    options = Options(recipe, recompute, *products, ffn, w3 is not None, ",".join(gradients))
+    saves = ",".join(gradients), collector is not None
+    options = Options(recipe, recompute, *products, ffn, w3 is not None, *saves)
     weights = w1, w3, w2
     if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators()):
         rest = parameters, comm, collector, options
@@ -223,17 +237,16 @@ def _names(gradients: str) -> tuple[str, ...]:
 
 
 def _call_forward(
-    x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any, for_statistics: bool = False
+    x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any
 ) -> tuple[Any, Saved]:
-    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. for_statistics: saves what
-    the statistics are computed from, also if no backward follows."""
+    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows."""
     operands = x, *weights, ids, probs
     options_by_name: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
     options_by_name |= {"activation": options.activation, "gradients": _names(options.gradients)}
     options_by_name |= {"backend": options.backend, "num_sms": options.num_sms}
     if options.align_size:
         return fp8moe.moe_forward_permuted(*operands, align_size=options.align_size, **options_by_name)
-    if for_statistics and not options.gradients:
+    if options.for_statistics and not options.gradients:
         return moe.forward_keeping(("dx", "dprobs"), *operands, comm=comm, **options_by_name)
     return fp8moe.moe_forward(*operands, comm=comm, **options_by_name)
 
@@ -244,9 +257,6 @@ def _call_forward(
 class _Placeholder:
     """Replaces a tensor that autograd saved in a record."""
 
-    def __reduce__(self) -> str:
-        return "_PLACEHOLDER"
-
 
 _PLACEHOLDER = _Placeholder()
 
@@ -254,7 +264,8 @@ _PLACEHOLDER = _Placeholder()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
-        y, saved = _call_forward(x, ids, probs, gemm_weights, options, comm, collector is not None)
+        forward = _forward_by_operator if dispatch_modes() else _call_forward
+        y, saved = forward(x, ids, probs, gemm_weights, options, comm)
         if collector is not None:
             collector.forward(x, saved, options.ffn)
         if options.gradients:
@@ -266,7 +277,7 @@ class _Experts(torch.autograd.Function):
         ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2)], probs.dtype
-        ctx.collector = collector
+        ctx.collector, ctx.num_rows = collector, probs.numel()
         return y
 
     @staticmethod
@@ -287,14 +298,17 @@ class _Experts(torch.autograd.Function):
                 ctx.collector.backward(dy)
             arguments = {"dy": dy.contiguous(), "comm": ctx.comm}
             if later and not requested_weights and keeps_graph():
-                grads, operands = fp8moe.moe_backward_input(saved, **arguments, gradients=gradients)
-                ctx.half = Half(dy, operands)
 
                 def backward(**_: Any) -> Any:
+                    grads, operands = fp8moe.moe_backward_input(saved, **arguments, gradients=gradients)
+                    ctx.half = Half(dy, operands)
                     return grads
             else:
                 backward = partial(fp8moe.moe_backward, saved, **arguments, gradients=requested)
         dtypes, probs_dtype = ctx.dtypes
+        if dispatch_modes():
+            work = _multiplications_of(source, ctx.num_rows, dy.shape[1], requested, ctx.options)
+            backward = partial(_backward_in_view, backward, dy, source, work)
         dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, requested, ctx.options)
         return dx, *rest, None if dprobs is None else dprobs.to(probs_dtype), *[None] * 6
 
@@ -314,6 +328,124 @@ def _saved_by_autograd(ctx: Any) -> Saved:
             f"{what} after the forward; wanted the forward's own; run the backward first"
         ) from error
     return map_arrays(lambda a: next(tensors) if a is _PLACEHOLDER else a, ctx.saved)  # type: ignore[no-any-return]
+
+
+# ---- under a dispatch mode
+
+
+def _forward_by_operator(
+    x: Tensor, ids: Tensor, probs: Tensor, gemm_weights: Any, options: Options, comm: Any
+) -> tuple[Tensor, Saved | None]:
+    """`_call_forward` by its operator, which dispatch modes see: selective checkpointing may return the
+    results of an earlier call in place of calling it. An Engine, whose record is its own, is called
+    directly."""
+    if comm is not None and implements(comm, Engine):
+        return _call_forward(x, ids, probs, gemm_weights, options, comm)
+    tensors = [t for w in gemm_weights for t in arrays_in(w)]
+    if comm is None:
+        y, *saved_tensors = _experts_op.run(x, tensors, ids, probs, options)
+        if not options.saves:
+            return y, None
+        _, saved_like = _known_results(_specs(x, ids, probs, gemm_weights), options)
+    else:
+        handle = getattr(comm, "handle", None)
+        operands = x, ids, probs, None, None, None, tensors, handle_of(comm) if handle is None else handle
+        y, *results = _experts_over_ranks_op.run(*operands, _NO_TARGETS, options)
+        if not results:
+            return y, None
+        description, *saved_tensors = results
+        saved_like = _described_by(description)
+    return y, _saved(saved_like, saved_tensors, _backward_weights(tensors, options))
+
+
+_calls: dict[int, Callable[[], list[Tensor]]] = {}  # of the operator below, by number
+
+
+def _backward_in_view(backward: Any, dy: Tensor, source: Any, products: int, **accumulators: Any) -> Any:
+    """The result of ``backward(**accumulators)``, called by an operator that dispatch modes see. source: the
+    record that it reads. products: number of multiplications in its matrix products."""
+    written = arrays_in((accumulators["dw13"], accumulators["dw2"]))
+    grads, number = None, next(_numbers)
+
+    def is_new(a: Tensor) -> bool:
+        return all(a is not t for t in written)
+
+    def call() -> list[Tensor]:
+        nonlocal grads
+        grads = backward(**accumulators)
+        return [a for a in arrays_in(grads) if is_new(a)]
+
+    _calls[number] = call
+    try:
+        new = iter(_gradients_op.run(dy, arrays_in(source), written, products, number))
+    finally:
+        del _calls[number]
+    return map_arrays(lambda a: next(new) if is_new(a) else a, grads)
+
+
+@operator(
+    "experts_gradients",
+    writes=("main_grads",),
+    flops=lambda dy, saved, main_grads, products, call: 2 * products,
+)
+def _gradients_op(
+    dy: Tensor, saved: list[Tensor], main_grads: list[Tensor], products: int, call: int
+) -> list[Any]:
+    """The call with this number, with the tensors that it reads and writes."""
+    return _calls[call]()
+
+
+# ---- multiplications, for counters of FLOPs
+
+
+def _multiplications(
+    products: Iterable[str], rows: int, hidden: int, ffn: int, activation: Activation
+) -> int:
+    """The number of multiplications in products of a layer. rows: (token, expert) pairs."""
+    width = {name: activation.columns(ffn) for name in ("h", "dx", "dw13")}
+    return rows * hidden * sum(width.get(name, ffn) for name in products)
+
+
+def _products_of_backward(gradients: Collection[str], recompute: str | None) -> list[str]:
+    """As the recipes compute them."""
+    of_inputs = "dx" in gradients or "dprobs" in gradients
+    products = ["h"] if recompute and gradients else []
+    products += ["da"] if of_inputs or "dw13" in gradients else []
+    products += ["dx"] if of_inputs else []
+    return products + [name for name in ("dw13", "dw2") if name in gradients]
+
+
+def _num_rows(x: Tensor, ids: Tensor, options: Options) -> int:
+    """The number of rows routed to experts, or of permuted rows, padding included: the device alone knows how
+    many rows belong to an expert. Over ranks those of this rank's tokens, as many as an average rank has."""
+    return x.shape[0] if options.align_size else ids.numel()
+
+
+def _forward_flops(x: Tensor, gemm_weights: list[Tensor], ids: Tensor, options: Options) -> int:
+    w2 = gemm_weights[1 if options.recipe == "bf16" else 4]  # [E, H, F]
+    sizes = _num_rows(x, ids, options), x.shape[1], options.ffn or w2.shape[2]
+    return 2 * _multiplications(("h", "y"), *sizes, options.activation)
+
+
+def _backward_flops(dy: Tensor, backward_weights: list[Tensor], ids: Tensor, options: Options) -> int:
+    w2 = backward_weights[1 if options.recipe == "bf16" else -2]  # [E, H, F], codes [E, F, H]
+    ffn = options.ffn or w2.numel() // (w2.shape[0] * dy.shape[1])
+    products = _products_of_backward(_names(options.gradients), options.recompute)
+    return 2 * _multiplications(products, _num_rows(dy, ids, options), dy.shape[1], ffn, options.activation)
+
+
+def _multiplications_of(
+    source: Saved | SavedForWeights, rows: int, hidden: int, requested: Collection[str], options: Options
+) -> int:
+    """Of a backward in eager mode, or of its second half."""
+    halves = options.activation.columns(1)
+    if isinstance(source, Saved):
+        w2 = source.w2.columnwise if isinstance(source.w2, Quantized) else source.w2
+        ffn, products = w2.shape[2], _products_of_backward(requested, options.recompute)
+    else:
+        ffn = source.dh.shape[1] // halves if source.a is None else source.a.shape[1]
+        products = list(requested)
+    return _multiplications(products, rows, hidden, options.ffn or ffn, options.activation)
 
 
 # ---- the backward, or its two halves if torch.autograd.grad requests the gradients of some inputs only
@@ -476,6 +608,9 @@ def _returned_gradients(grads: Any, targets: Targets, options: Options, probs: T
     ]
 
 
+_NO_TARGETS = Targets(None, None, None, torch.bfloat16, torch.bfloat16, [False] * 3, None)
+
+
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -552,15 +687,19 @@ def _experts_fake(
     weights = _weights(options.recipe, gemm_weights)
     _check_traced(x, weights, options)
     y, saved_like = _results(_specs(x, ids, probs, weights), options)
-    return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.gradients else ()))]
+    return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.saves else ()))]
 
 
-@operator("experts", fake=_experts_fake)
+@operator(
+    "experts",
+    fake=_experts_fake,
+    flops=lambda x, weights, ids, probs, options: _forward_flops(x, weights, ids, options),
+)
 def _experts_op(
     x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
     y, saved = _forward(x, ids, probs, _weights(options.recipe, gemm_weights), options)
-    saved_tensors = list(arrays_in(saved)) if options.gradients else []
+    saved_tensors = arrays_in(saved) if options.saves else []
     # a compiler requires that results do not alias inputs, as the counts of permuted rows would
     input_addresses = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
     saved_tensors = [
@@ -626,7 +765,12 @@ def _saved(like: Saved, saved_tensors: Any, backward_weights: Any) -> Saved:
     return replace(saved, w13=w13, w2=w2)
 
 
-@operator("experts_backward", writes=("targets",), fake=_fake_gradients)
+@operator(
+    "experts_backward",
+    writes=_MAIN_GRADS,
+    fake=_fake_gradients,
+    flops=lambda dy, _, weights, ids, *rest: _backward_flops(dy, weights, ids, rest[-1]),
+)
 def _experts_backward_op(
     dy: Tensor,
     saved_tensors: list[Tensor],
@@ -686,7 +830,7 @@ def _results_of_backward(
 # ---------------------------------------------------------------- compiled code, over several ranks
 #
 # The number of rows from other ranks, and so the shapes of the saved tensors, are known only when the forward
-# runs. The operator returns the saved tensors with dynamic sizes, and after y a pickled description of them.
+# runs. The operator returns the saved tensors with dynamic sizes, and after y a description of them.
 # The gradient is registered with the operator, because Dynamo does not support such sizes in a
 # torch.autograd.Function.
 
@@ -706,7 +850,7 @@ def _experts_over_ranks_fake(
     weights = _weights(options.recipe, gemm_weights)
     _check_traced(x, weights, options)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not options.gradients:
+    if not options.saves:
         return [y]
     _, saved_like = _results(_specs(x, ids, probs, weights), options)
     # the last one is the row map of the exchange
@@ -720,7 +864,11 @@ def _experts_over_ranks_fake(
     ]
 
 
-@operator("experts_over_ranks", fake=_experts_over_ranks_fake)
+@operator(
+    "experts_over_ranks",
+    fake=_experts_over_ranks_fake,
+    flops=lambda x, ids, *rest: _forward_flops(x, rest[4], ids, rest[-1]),
+)
 @torch.compiler.disable  # Dynamo traces code that runs between two graphs
 def _experts_over_ranks_op(
     x: Tensor,
@@ -737,11 +885,58 @@ def _experts_over_ranks_op(
     """The weights and the targets of their gradients are arguments for autograd only."""
     weights = _weights(options.recipe, gemm_weights)
     y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)])
-    if not options.gradients:
+    if not options.saves:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
-    description = pickle.dumps(map_arrays(lambda a: _PLACEHOLDER, saved))
+    description = json.dumps(_described(saved)).encode()
     return [y, torch.frombuffer(bytearray(description), dtype=torch.uint8), *arrays_in(saved)]
+
+
+#: types of the records in a forward's record
+_DESCRIBED = {
+    kind.__name__: kind for kind in (Saved, Route, PermutationPlan, PlacedRows, QuantTensor, Activation)
+}
+
+
+def _described(value: Any) -> Any:
+    """A record as plain data for JSON: {} for an array, a list for a tuple, {name: fields} for a record. A
+    saved tensor may be written to disk and read back; what it describes must not be code, as a pickle is."""
+    kind = type(value)
+    if kind is tuple:
+        return [_described(part) for part in value]
+    if kind.__name__ in _DESCRIBED:
+        return {kind.__name__: [_described(getattr(value, field)) for field in field_names(kind) or ()]}
+    if isinstance(value, Tensor):
+        return {}
+    if kind in METADATA_TYPES:
+        return value
+    raise NotImplementedError(
+        f"comm: got a {kind.__module__}.{kind.__qualname__} in the record of its forward; wanted the records "
+        "of fp8moe.expert_parallel's exchange; call the layer in a function under torch.compiler.disable"
+    )
+
+
+def _from_description(value: Any) -> Any:
+    """The inverse of `_described`, with placeholders for arrays."""
+    if isinstance(value, list):
+        return tuple(map(_from_description, value))
+    if not isinstance(value, dict):
+        return value
+    if not value:
+        return _PLACEHOLDER
+    ((name, values),) = value.items()
+    if (kind := _DESCRIBED.get(name)) is None:
+        raise ValueError(f"saved_metadata: got a record {name!r}; wanted one of {', '.join(_DESCRIBED)}")
+    record = object.__new__(kind)
+    fields = zip(field_names(kind) or (), map(_from_description, values), strict=True)
+    record.__dict__.update(fields)
+    return record
+
+
+def _described_by(metadata: Tensor) -> Saved:
+    """The record of a forward, without its arrays."""
+    saved: Saved = _from_description(json.loads(metadata.numpy().tobytes()))
+    return saved
 
 
 def _over_ranks_backward_fake(
@@ -757,7 +952,12 @@ def _over_ranks_backward_fake(
     return _fake_gradients(dy, None, backward_weights, ids, probs, *rest)
 
 
-@operator("experts_over_ranks_backward", writes=("targets",), fake=_over_ranks_backward_fake)
+@operator(
+    "experts_over_ranks_backward",
+    writes=_MAIN_GRADS,
+    fake=_over_ranks_backward_fake,
+    flops=lambda dy, _, __, weights, ids, *rest: _backward_flops(dy, weights, ids, rest[-1]),
+)
 @torch.compiler.disable
 def _experts_over_ranks_backward_op(
     dy: Tensor,
@@ -770,11 +970,7 @@ def _experts_over_ranks_backward_op(
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    remaining = iter(saved_tensors)
-    saved = pickle.loads(saved_metadata.numpy().tobytes())
-    saved = map_arrays(lambda a: next(remaining), saved)
-    w13, w2 = _saved_weights(options.recipe, backward_weights)
-    saved = replace(saved, w13=w13, w2=w2)
+    saved = _saved(_described_by(saved_metadata), saved_tensors, backward_weights)
     return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fp8moe import checks
 from fp8moe.activation import Activation
@@ -91,6 +92,15 @@ def _product(x: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False
     if on_hopper(x):
         return torch_ops.grouped_gemm(x, w, offsets, transpose_w=transpose_w)
     return nn.functional.grouped_mm(x, w if transpose_w else w.transpose(1, 2), offs=offsets[1:])
+
+
+def _flops_of_grouped_mm(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Of all rows, including padding. a, b: shapes [P, K] and [E, K, N], or [N, P] and [P, K]."""
+    return int(2 * a[0] * a[1] * b[-1])
+
+
+if torch.ops.aten._grouped_mm not in flop_registry:  # as in torch 2.13
+    register_flop_formula(torch.ops.aten._grouped_mm)(_flops_of_grouped_mm)
 
 
 def _written(x: Tensor, offsets: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ A declared function is one of the library's own, or takes tensors, records and p
 library. The operator's schema follows from its signature, where a record becomes the arguments listed in
 `RECORDS`; a dry run on shapes is its fake implementation. Operators are not differentiable themselves: a
 `torch.autograd.Function` calls them (`fp8moe.adapters.torch_operation`). In eager mode the function is called
-directly, without torch's dispatcher.
+directly, without torch's dispatcher, unless a dispatch mode is active: selective checkpointing, a counter of
+FLOPs and other `TorchDispatchMode` objects see the operators.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from fp8moe import PermutationPlan, QuantTensor, RouterConfig, workspace
+from fp8moe import PermutationPlan, Quantized, QuantTensor, RouterConfig, record_trees, workspace
 from fp8moe.activation import Activation
 from fp8moe.formats import Block
 from fp8moe.interop import dtype_named
 from fp8moe.plan import NumOutTokens
-from fp8moe.record_trees import SYMBOLIC_TYPES
 from fp8moe.records import ArraySpec
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
@@ -31,7 +32,8 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         "'torch>=2.11'"
     )
 
-SYMBOLIC_TYPES.add(torch.SymInt)
+record_trees.SYMBOLIC_TYPES.add(torch.SymInt)
+record_trees.prepare(Tensor, torch.nn.Parameter, QuantTensor, Quantized, PermutationPlan)
 
 NAMESPACE = "fp8moe"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -177,9 +179,12 @@ class Operator:
 
     function: takes tensors, records and plain values. types: types of its arguments, by name, in order.
     returned: ``Tensor``, ``list`` or a tuple of tensors. results: extracts the tensors from the function's
-    result. keywords: number of arguments, the last ones, that the function takes by keyword. writes: names of
-    the arguments whose memory it modifies; for records, that of all their tensors. fake: replaces the dry run
-    of the function, with the same arguments.
+    result. keywords: number of arguments, the last ones, that the function takes by keyword. writes: names,
+    in the schema, of the tensors whose memory it modifies. Their version counters stay as they are: a
+    compiled layer that is checkpointed saves a ``main_grad`` as its input, and reads it again after it was
+    written. fake: replaces the dry run of the function, with the same arguments. flops: the number of
+    floating-point operations, for `torch.utils.flop_counter`, from the same arguments; None: it multiplies no
+    matrices.
     """
 
     def __init__(
@@ -193,6 +198,7 @@ class Operator:
         keywords: int = 0,
         writes: Collection[str] = (),
         fake: Callable[..., Any] | None = None,
+        flops: Callable[..., int] | None = None,
     ):
         self.function, self.results, self.names = function, results, list(types)
         self.tensors = [n for n, kind in types.items() if kind in (Tensor, Tensor | None)]
@@ -206,11 +212,11 @@ class Operator:
             else:
                 form = f"{_TYPES[kind]} {{}}"
             schema = form.replace("{}", parameter).split(", ")
-            if parameter in writes:
-                schema = [a.replace("Tensor", f"Tensor(a{position + i}!)", 1) for i, a in enumerate(schema)]
             arguments += schema
             position += len(schema)
-        self._written = [n for n, a in enumerate(arguments) if "!" in a]
+        schema_names = [a.split()[1] for a in arguments]
+        for n in map(schema_names.index, writes):
+            arguments[n] = arguments[n].replace("Tensor", f"Tensor(a{n}!)", 1)
         many = f"({', '.join(['Tensor'] * len(get_args(returned)))})"
         result = {Tensor: "Tensor", list: "Tensor[]", tuple: many}[self._form]
         tags = (torch.Tag.pt2_compliant_tag,)
@@ -219,6 +225,9 @@ class Operator:
         of_flat = self._fake if fake is None else lambda *flat: fake(*self.unflatten(flat))
         torch.library.register_fake(f"{NAMESPACE}::{name}", of_flat, lib=library)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        if flops is not None:
+            count = lambda *flat, out_val: flops(*self.unflatten(flat))  # noqa: E731
+            register_flop_formula(self.op.overloadpacket, get_raw=True)(count)
         OPERATORS[name] = self
 
     def __call__(self, *arguments: Any) -> Any:
@@ -234,7 +243,7 @@ class Operator:
         elif type(first) is list:
             first = first[0]
         # fake or subclass; the other arguments are of the same type
-        if type(first) not in PLAIN or records_operators():
+        if type(first) not in PLAIN or dispatch_modes():
             return self.op(*self.flatten(arguments))
         n = self._positional
         result = self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
@@ -255,9 +264,6 @@ class Operator:
         return arguments
 
     def _run(self, *flat: Any) -> Any:
-        for n in self._written:
-            if flat[n] is not None:
-                torch.autograd.graph.increment_version(flat[n])
         arguments = list(flat)  # as in `unflatten`, inlined to save a call
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]
@@ -300,19 +306,22 @@ def _replace_tensors(value: Any, arrays: Iterator[Any]) -> Any:
 records_operators = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
+#: number of active dispatch modes, make_fx's included: they see calls of operators only. Asking takes less
+#: than half of the time of the above
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
 #: tensor types without overridden behaviour
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def operator(
-    name: str, writes: Collection[str] = (), fake: Callable[..., Any] | None = None
-) -> Callable[[Callable[..., Any]], Operator]:
-    """Declares a function with positional arguments as ``fp8moe::name``."""
+def operator(name: str, **options: Any) -> Callable[[Callable[..., Any]], Operator]:
+    """Declares a function with positional arguments as ``fp8moe::name``. options: of `Operator`."""
 
     def declare(function: Callable[..., Any]) -> Operator:
         types = get_type_hints(function)
         returned = types.pop("return")
-        return Operator(name, function, types, returned, writes=writes, fake=fake)
+        return Operator(name, function, types, returned, **options)
 
     return declare
 
@@ -325,9 +334,11 @@ def operator_of(
     results: Callable[[Any], Any] | None = None,
     without: Collection[str] = (),
     types: dict[str, Any] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Operator:
     """Declares a public function of the core, by default under its own name. without: arguments that the
-    operator omits. types: types of arguments that are not a tensor although the core says ArrayLike."""
+    operator omits. types: types of arguments that are not a tensor although the core says ArrayLike. flops:
+    as in `Operator`."""
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters
     arguments = [n for n in parameters if n not in without]
@@ -343,6 +354,7 @@ def operator_of(
         returned,
         results=results,
         keywords=len(arguments) - by_position,
+        flops=flops,
     )
 
 

@@ -1,8 +1,8 @@
 """Functions of fp8moe for torch tensors: eager, compiled and differentiable, each from one declaration.
 
 In eager mode calls with plain tensors go directly to the core, because torch's dispatcher would cost the host
-about 25 us per call. Traced calls use the operator; calls that need gradients use a `torch.autograd.Function`
-of operators, which works in both modes.
+about 25 us per call. Calls that a compiler traces or a dispatch mode sees use the operator; calls that need
+gradients use a `torch.autograd.Function` of operators, which works in both modes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fp8moe.adapters.torch_library import (
     PLAIN,
     Operator,
     differentiable,
+    dispatch_modes,
     once_differentiable,
     operator_of,
     records_operators,
@@ -69,16 +70,17 @@ def operation(
     without: Collection[str] = (),
     gradient: Gradient | None = None,
     prepare: Callable[[Any, Values], Any] | None = None,
+    flops: Callable[..., int] | None = None,
     note: str = "",
 ) -> Core:
     """Declares the core's function for tensors.
 
-    returned, results, without: as in `operator_of`. build: makes the result from the arguments and the
+    returned, results, without, flops: as in `operator_of`. build: makes the result from the arguments and the
     operator's tensors; by default the result is its one tensor. gradient: if None, the results are not
     differentiable. prepare: called with this function and the arguments of a traced or differentiated call;
     may modify the arguments, or return the result. note: a paragraph of the docstring.
     """
-    operator = operator_of(core, returned, results=results, without=without)
+    operator = operator_of(core, returned, results=results, without=without, flops=flops)
     names, defaults = operator.names, {n: p.default for n, p in inspect.signature(core).parameters.items()}
     run, first = operator if gradient is None else _differentiable(operator, gradient), names[0]
 
@@ -154,8 +156,9 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
 
     @documented(core, differentiable, note)
     def call(*arguments: Any, **options: Any) -> Any:
-        plain, needs_grad = not (torch.compiler.is_dynamo_compiling() or records_operators()), False
-        if plain:
+        compiling, needs_grad = torch.compiler.is_dynamo_compiling(), False
+        plain = not (compiling or dispatch_modes())
+        if not compiling:
             for value in (*arguments, *options.values()):
                 kind = type(value)
                 if kind is QuantTensor:
@@ -166,7 +169,11 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
                 elif kind not in _NO_ARRAYS:
                     check_arrays(values_of(arguments, options))
                     plain = plain and not isinstance(value, Tensor)
-            if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            if (
+                torch._C._are_functorch_transforms_active()
+                or torch._C._is_tracing()
+                or forward_ad._current_level >= 0
+            ):
                 _refuse_transforms(names, values_of(arguments, options))
             if plain:
                 if not needs_grad or not torch.is_grad_enabled():
@@ -339,6 +346,13 @@ def on_hopper(x: Tensor) -> bool:
 
 
 def refuse_transforms(name: str) -> None:
+    """Raises in what cannot see the library's computation: transforms of torch.func, and torch.jit.trace."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            f"{name}: got a call inside torch.jit.trace, as of SummaryWriter.add_graph or the old ONNX "
+            "exporter; wanted one outside, because a trace has no operators for it; use torch.compile, or "
+            "torch.export.export under torch.no_grad()"
+        )
     if torch._C._are_functorch_transforms_active():  # under which outer tensors have no address either
         raise NotImplementedError(
             f"{name}: got a call inside a transform of torch.func (vmap, grad, vjp, jvp or jacrev); "

@@ -12,6 +12,7 @@ differentiation, and second derivatives.
 
 import functools
 import importlib
+import math
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -349,13 +350,29 @@ def quantize_weights(
 
 # ---------------------------------------------------------------- products
 
-_grouped_gemm_wgrad = operator_of(fp8moe.grouped_gemm_wgrad, Tensor, without=("out",))
+
+def _product_flops(x: Any, w: Any, *_: Any) -> int:
+    """Of all rows of x, including padding: the device alone knows how many belong to an expert."""
+    return 2 * x.shape[0] * math.prod(w.shape[1:])
+
+
+def _permuted_product_flops(x: QuantTensor, w: QuantTensor, plan: fp8moe.PermutationPlan, *_: Any) -> int:
+    return 2 * plan.num_tokens * plan.max_experts_per_token * math.prod(w.shape[1:])
+
+
+def _wgrad_flops(dy: Tensor, x: Tensor, *_: Any) -> int:
+    """Of all rows, as `_product_flops`."""
+    return 2 * dy.shape[0] * dy.shape[1] * x.shape[1]
+
+
+_grouped_gemm_wgrad = operator_of(fp8moe.grouped_gemm_wgrad, Tensor, without=("out",), flops=_wgrad_flops)
 _grouped_gemm_fp8 = operator_of(
     fp8moe.grouped_gemm,
     Tensor,
     name="grouped_gemm_fp8",
     without=("transpose_w",),
     types={"x": QuantTensor, "w": QuantTensor},
+    flops=_product_flops,
 )
 
 
@@ -390,11 +407,18 @@ _product = operation(
     Tensor,
     prepare=_product_of_codes,
     gradient=Gradient(("x", "w"), lambda values: ("x", "w", "expert_offsets"), _product_gradient),
+    flops=_product_flops,
     note="FP8 operands have no gradient; ``moe_experts`` computes it with separately quantised codes.",
 )
 
 
-_permute_gemm = operation(fp8moe.permute_gemm, list, _permuted, results=attrgetter("data", "probs"))
+_permute_gemm = operation(
+    fp8moe.permute_gemm,
+    list,
+    _permuted,
+    results=attrgetter("data", "probs"),
+    flops=_permuted_product_flops,
+)
 
 
 def _with_probs_gradient(values: Values) -> Permuted:

@@ -151,7 +151,10 @@ class Router(nn.Module):
         ------
         TypeError, ValueError
             As in `fp8moe.route`.
+        NotImplementedError
+            Inside transforms of torch.func and torch.jit.trace.
         """
+        refuse_transforms("Router")
         check_float("x", x, 2)
         weight = replica_of("weight", self.weight)
         check_float("weight", weight, 2)  # one on meta would select experts by undefined numbers
@@ -273,7 +276,7 @@ def _same_shape(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return addend.new_empty(addend.shape)
 
 
-@operator("add_product", fake=_same_shape)
+@operator("add_product", fake=_same_shape, flops=lambda addend, a, b: 2 * a.numel() * b.shape[1])
 def _sum(addend: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """addend + a @ b, rounded once: by `fp8moe.router.add_product` where it has a kernel, as that does not
     copy addend first. An operator, because Inductor may round addmm's product before it

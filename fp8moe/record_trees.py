@@ -39,6 +39,13 @@ _METADATA, _TUPLE, _ARRAY = "metadata", "tuple", "array"
 _forms: dict[type, Any] = {}
 
 
+def prepare(*kinds: type) -> None:
+    """Determines how values of these types are traversed, which is otherwise done at first use: a compiler
+    that traces the first use inside of a checkpointed function refuses to keep what it found."""
+    for kind in kinds:
+        _form(kind)
+
+
 def _form(kind: type) -> Any:
     """How values of a type are traversed: the field names of a record, or one of the three above."""
     names = field_names(kind)
