@@ -19,6 +19,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import re
+import warnings
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, get_args
 
@@ -28,7 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 try:
+    from transformers import PreTrainedModel
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise ImportError(
@@ -77,6 +81,12 @@ def enable(
     ValueError
         For an invalid recipe, recompute, backend or num_sms, or a name of another implementation.
 
+    Warns
+    -----
+    UserWarning
+        From then on, where a model is made with the implementation, or set to it, whose experts do not have
+        transformers' interface for implementations: they compute as without it.
+
     Examples
     --------
     >>> import torch
@@ -121,7 +131,53 @@ def enable(
             return _all_tokens(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(name, _refuse_fp8_experts)
     EPImplementationInterface.register(name, ExpertParallel)
+    for method in ("post_init", "set_experts_implementation"):  # the last steps of making and of setting
+        _warn_after(method)
+
+
+def _refuse_fp8_experts(experts: nn.Module, *_: Any) -> Tensor:
+    raise NotImplementedError(
+        f"{type(experts).__name__}: got experts in FP8 with scales, as a checkpoint stores them; wanted bfloat16, "
+        "float16 or float32 weights, of which this implementation makes FP8 copies itself; load the model with "
+        "quantization_config=FineGrainedFP8Config(dequantize=True)"
+    )
+
+
+#: names of the classes of experts in transformers, such as DbrxExpertGLU, NllbMoeExperts and DogeCDMoE
+_NAMES_OF_EXPERTS = re.compile("Expert|(MoE|Moe)$")
+
+
+def _warn_after(method: str) -> None:
+    """Lets a method of all models warn if the model ignores the implementation that it was asked for."""
+    original = vars(PreTrainedModel)[method]
+    if original.__module__ == __name__:
+        return
+
+    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
+    def method_that_warns(model: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(model, *arguments, **options)
+        asked = model.config._experts_implementation
+        function = ALL_EXPERTS_FUNCTIONS.get(asked) if isinstance(asked, str) else None
+        if getattr(function, "__module__", None) == __name__:
+            _warn_if_ignored(model, asked)
+        return result
+
+    setattr(PreTrainedModel, method, method_that_warns)
+
+
+def _warn_if_ignored(model: nn.Module, name: str) -> None:
+    modules = list(model.modules())
+    if any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in modules):  # set by the interface
+        return
+    if names := sorted({type(m).__name__ for m in modules if _NAMES_OF_EXPERTS.search(type(m).__name__)}):
+        warnings.warn(
+            f"experts_implementation: got {name!r} for a model whose experts ({', '.join(names)}) do not have "
+            "transformers' interface for implementations, and compute as without it; wanted experts of a class "
+            'with @use_experts_implementation; leave it out, or pass "eager"',
+            stacklevel=4,
+        )
 
 
 def _local_tokens(t: Tensor, mesh: Any) -> Tensor:

@@ -331,6 +331,83 @@ def test_names_of_other_implementations_are_refused(name):
         adapter.enable(name=name)
 
 
+def types_without_the_interface():
+    """Model types in the sources of transformers with a class of experts, none with the decorator."""
+    experts = re.compile(r"^class \w*(Experts?|ExpertGLU|MoE|Moe)\(nn", re.MULTILINE)
+    files = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
+    texts = {file.parent.name: file.read_text() for file in files}
+    found = [n for n, text in texts.items() if experts.search(text) and DECORATOR not in text]
+    assert {"dbrx", "llama4"} <= {*found}
+    return found
+
+
+DECORATOR = "@use_experts_implementation"
+SMALL = {
+    **{name: 4 for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")},
+    **{name: 2 for name in ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")},
+    **{"is_moe": True, "encoder_sparse_step": 1, "decoder_sparse_step": 1, "part_features": 8},
+}
+
+
+def model_of(name, implementation):
+    known = {key.replace("-", "_"): key for key in transformers.CONFIG_MAPPING}
+    config = transformers.AutoConfig.for_model(known[name])
+    parts = [getattr(config, part, None) for part in ("text_config", "ffn_config", "attn_config")]
+    for part in (config, *filter(None, parts)):
+        for key, value in SMALL.items():
+            if hasattr(part, key) and (name, key) != (
+                "step3p7",
+                "num_hidden_layers",
+            ):  # 0 to 2 have no experts
+                setattr(part, key, value)
+    if name == "dbrx":
+        config.attn_config.rope_theta = 1e4  # read, and missing in transformers 5.24
+    auto = next(
+        t for t in (transformers.AutoModel, transformers.AutoBackbone) if type(config) in t._model_mapping
+    )
+    with torch.device("meta"):
+        return auto.from_config(config, experts_implementation=implementation)
+
+
+@pytest.mark.parametrize("name", types_without_the_interface())
+def test_models_that_ignore_the_implementation_warn(name):
+    message = "experts_implementation: got 'fp8moe' for a model whose experts .*(Expert|MoE|Moe)"
+    with pytest.warns(UserWarning, match=message):
+        model_of(name, FP8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = model_of(name, "eager")
+    with pytest.warns(UserWarning, match=message):
+        model.config._experts_implementation = FP8
+        model.set_experts_implementation(FP8)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_vl_moe", "gpt_oss", "nemotron_h", "clip"])
+def test_models_that_use_the_implementation_or_have_no_experts_do_not_warn(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model_of(name, FP8).set_experts_implementation(BF16)
+
+
+def test_the_how_to_names_all_models_that_ignore_it():
+    page = (Path(__file__).parent.parent / "docs/how-to/transformers.md").read_text()
+    (listed,) = re.findall(r"does not have\s+its interface, which are those of ([^.]*)\.", page)
+    assert re.findall(r"`(\w+)`", listed) == types_without_the_interface()
+
+
+def test_experts_of_an_fp8_checkpoint_are_refused_by_name():
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    config = transformers.FineGrainedFP8Config()
+    for name, default in (("scale_fmt", "float"), ("expert_dtype", "fp8")):  # which the loader sets
+        setattr(config, name, getattr(config, name, default))
+    model = model_of("mixtral", FP8)
+    replace_with_fp8_linear(model, ["lm_head"], config, True)
+    experts = next(m for m in model.modules() if type(m).__name__ == "FP8Experts")
+    with pytest.raises(NotImplementedError, match=r"FP8Experts: .*FineGrainedFP8Config\(dequantize=True\)"):
+        experts(torch.randn(T, 4096), torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))
+
+
 @pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])
 def test_backend_and_limit_reach_the_products(option, value, wrong):
     adapter.enable("fp8_flow", **{option: value}, name=f"fp8moe_{value}")
