@@ -61,6 +61,9 @@ def enable(
 ) -> None:
     """Register the experts implementation and its expert parallelism with transformers.
 
+    From then on a model warns when it is made with the implementation, or set to it, if its experts do not
+    have transformers' interface for implementations: they compute as without it.
+
     Parameters
     ----------
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
@@ -80,12 +83,6 @@ def enable(
     ------
     ValueError
         For an invalid recipe, recompute, backend or num_sms, or a name of another implementation.
-
-    Warns
-    -----
-    UserWarning
-        From then on, where a model is made with the implementation, or set to it, whose experts do not have
-        transformers' interface for implementations: they compute as without it.
 
     Examples
     --------
@@ -139,9 +136,9 @@ def enable(
 
 def _refuse_fp8_experts(experts: nn.Module, *_: Any) -> Tensor:
     raise NotImplementedError(
-        f"{type(experts).__name__}: got experts in FP8 with scales, as a checkpoint stores them; wanted bfloat16, "
-        "float16 or float32 weights, of which this implementation makes FP8 copies itself; load the model with "
-        "quantization_config=FineGrainedFP8Config(dequantize=True)"
+        f"{type(experts).__name__}: got experts in FP8 with scales, as a checkpoint stores them; wanted "
+        "bfloat16, float16 or float32 weights, of which this implementation makes FP8 copies itself; load "
+        "the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
     )
 
 
@@ -158,10 +155,10 @@ def _warn_after(method: str) -> None:
     @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
     def method_that_warns(model: Any, *arguments: Any, **options: Any) -> Any:
         result = original(model, *arguments, **options)
-        asked = model.config._experts_implementation
-        function = ALL_EXPERTS_FUNCTIONS.get(asked) if isinstance(asked, str) else None
-        if getattr(function, "__module__", None) == __name__:
-            _warn_if_ignored(model, asked)
+        asked = (*arguments, *options.values(), model.config._experts_implementation)[0]
+        for name in asked.values() if isinstance(asked, dict) else [asked]:
+            if getattr(ALL_EXPERTS_FUNCTIONS.get(name), "__module__", None) == __name__:
+                _warn_if_ignored(model, name)
         return result
 
     setattr(PreTrainedModel, method, method_that_warns)
@@ -173,9 +170,9 @@ def _warn_if_ignored(model: nn.Module, name: str) -> None:
         return
     if names := sorted({type(m).__name__ for m in modules if _NAMES_OF_EXPERTS.search(type(m).__name__)}):
         warnings.warn(
-            f"experts_implementation: got {name!r} for a model whose experts ({', '.join(names)}) do not have "
-            "transformers' interface for implementations, and compute as without it; wanted experts of a class "
-            'with @use_experts_implementation; leave it out, or pass "eager"',
+            f"experts_implementation: got {name!r} for a model whose experts ({', '.join(names)}) do not "
+            "have transformers' interface for implementations, and compute as without it; wanted experts of "
+            'a class with @use_experts_implementation; leave it out, or pass "eager"',
             stacklevel=4,
         )
 

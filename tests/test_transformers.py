@@ -343,8 +343,8 @@ def types_without_the_interface():
 
 DECORATOR = "@use_experts_implementation"
 SMALL = {
-    **{name: 4 for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")},
-    **{name: 2 for name in ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **{"is_moe": True, "encoder_sparse_step": 1, "decoder_sparse_step": 1, "part_features": 8},
 }
 
@@ -378,7 +378,6 @@ def test_models_that_ignore_the_implementation_warn(name):
         warnings.simplefilter("error")
         model = model_of(name, "eager")
     with pytest.warns(UserWarning, match=message):
-        model.config._experts_implementation = FP8
         model.set_experts_implementation(FP8)
 
 
