@@ -62,6 +62,7 @@ class Options(NamedTuple):
 
     w13_is_pair: whether w13 is given as w1 and w3. gradients: names of the gradients, separated by commas.
     for_statistics: whether to save what the statistics are computed from, also if no backward follows.
+    formats: of w13's and w2's codes, for operators, which get these as plain tensors.
     """
 
     recipe: str
@@ -74,6 +75,7 @@ class Options(NamedTuple):
     w13_is_pair: bool
     gradients: str
     for_statistics: bool
+    formats: str = ""
 
     @property
     def saves(self) -> bool:
@@ -161,6 +163,7 @@ def experts(
         rest = parameters, comm, collector, options
         return _Experts.apply(x, *weights, topk_probs, topk_ids, gemm_weights, *rest)
     refuse_export(x, *weights, topk_probs)
+    options = _with_formats(options, gemm_weights)
     tensors = [t for w in gemm_weights for t in arrays_in(w)]
     mains = _mains(parameters, gradients)
     zeros = [m is not None and wants_zeros(w) for m, w in zip(mains, parameters, strict=True)]
@@ -198,12 +201,6 @@ def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
     )
 
 
-def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
-    """w13 and w2 from their arrays, in the order of `arrays_in`."""
-    sides = _sides_of(tensors, (False, True, False, True))
-    return Quantized(*sides[:2]), Quantized(*sides[2:])
-
-
 def main_grad_of(w: Tensor | None) -> Tensor | None:
     """The ``main_grad`` to which a parameter's gradient is added (Megatron's convention), or None.
 
@@ -225,11 +222,13 @@ def main_grad_of(w: Tensor | None) -> Tensor | None:
     return main
 
 
-def _sides_of(tensors: Iterable[Any], transposed: tuple[bool, ...]) -> list[QuantTensor]:
-    """Weights of these orientations, from alternating codes and scales."""
+def _sides_of(
+    tensors: Iterable[Any], transposed: tuple[bool, ...], formats: tuple[str, ...]
+) -> list[QuantTensor]:
+    """Weights of these orientations and formats, from alternating codes and scales."""
     arrays = list(tensors)
-    sides = zip(arrays[::2], arrays[1::2], transposed, strict=True)
-    return [QuantTensor(q, scales, "e4m3", FP8_BLOCK, transposed=t) for q, scales, t in sides]
+    sides = zip(arrays[::2], arrays[1::2], transposed, formats, strict=True)
+    return [QuantTensor(q, scales, fmt, FP8_BLOCK, transposed=t) for q, scales, t, fmt in sides]
 
 
 def _names(gradients: str) -> tuple[str, ...]:
@@ -342,6 +341,7 @@ def _forward_by_operator(
     if comm is not None and implements(comm, Engine):
         return _call_forward(x, ids, probs, gemm_weights, options, comm)
     tensors = [t for w in gemm_weights for t in arrays_in(w)]
+    options = _with_formats(options, gemm_weights)
     if comm is None:
         y, *saved_tensors = _experts_op.run(x, tensors, ids, probs, options)
         if not options.saves:
@@ -355,7 +355,7 @@ def _forward_by_operator(
             return y, None
         description, *saved_tensors = results
         saved_like = _described_by(description)
-    return y, _saved(saved_like, saved_tensors, _backward_weights(tensors, options))
+    return y, _saved(saved_like, saved_tensors, _backward_weights(tensors, options), options)
 
 
 _calls: dict[int, Callable[[], list[Tensor]]] = {}  # of the operator below, by number
@@ -392,6 +392,11 @@ def _gradients_op(
     dy: Tensor, saved: list[Tensor], main_grads: list[Tensor], products: int, call: int
 ) -> list[Any]:
     """The call with this number, with the tensors that it reads and writes."""
+    if call not in _calls:
+        raise RuntimeError(
+            "experts_gradients: got a call outside of the backward that it is a part of; wanted the backward "
+            "itself; a graph recorded of a backward must also record the forward"
+        )
     return _calls[call]()
 
 
@@ -640,16 +645,29 @@ def handle_of_comm(comm: Any) -> Tensor:
     return handle  # type: ignore[no-any-return]
 
 
-def _weights(recipe: str, tensors: Any) -> Any:
-    return tuple(tensors) if recipe == "bf16" else fp8_weights(tensors)
+def _with_formats(options: Options, gemm_weights: Sequence[Any]) -> Options:
+    """The options for an operator."""
+    codes = [w for w in gemm_weights if isinstance(w, Quantized)]
+    return options._replace(formats=",".join([w.columnwise.fmt for w in codes]))
 
 
-def _saved_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
+def _weights(options: Options, tensors: Any) -> Any:
+    """w13 and w2 from their arrays, in the order of `arrays_in`."""
+    if options.recipe == "bf16":
+        return tuple(tensors)
+    first, second = options.formats.split(",")
+    sides = _sides_of(tensors, (False, True, False, True), (first, first, second, second))
+    return Quantized(*sides[:2]), Quantized(*sides[2:])
+
+
+def _saved_weights(options: Options, tensors: Any) -> tuple[Any, Any]:
     """Weights in the form of `Saved`, which does not contain codes that only the forward uses."""
-    if recipe == "bf16":
+    if options.recipe == "bf16":
         return tuple(tensors)  # type: ignore[return-value]
     both = len(tensors) == 6  # of w13; of w2 only the column-wise codes are saved
-    *w13, w2 = _sides_of(tensors, (False, True, True) if both else (True, True))
+    first, second = options.formats.split(",")
+    formats = (first, first, second) if both else (first, second)
+    *w13, w2 = _sides_of(tensors, (False, True, True) if both else (True, True), formats)
     return Quantized(*(w13 if both else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
 
 
@@ -684,7 +702,7 @@ def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
 def _experts_fake(
     x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Tensor]:
-    weights = _weights(options.recipe, gemm_weights)
+    weights = _weights(options, gemm_weights)
     _check_traced(x, weights, options)
     y, saved_like = _results(_specs(x, ids, probs, weights), options)
     return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.saves else ()))]
@@ -698,7 +716,7 @@ def _experts_fake(
 def _experts_op(
     x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
-    y, saved = _forward(x, ids, probs, _weights(options.recipe, gemm_weights), options)
+    y, saved = _forward(x, ids, probs, _weights(options, gemm_weights), options)
     saved_tensors = arrays_in(saved) if options.saves else []
     # a compiler requires that results do not alias inputs, as the counts of permuted rows would
     input_addresses = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
@@ -719,14 +737,12 @@ def _fake_gradients(
 ) -> tuple[Tensor, ...]:
     """Results of the backward operators. saved_tensors: None if their shapes depend on other ranks' rows."""
     halves = _in_halves(options)
-    _, saved_like = _results(
-        _specs(dy, ids, probs, _saved_weights(options.recipe, backward_weights)), options
-    )
+    _, saved_like = _results(_specs(dy, ids, probs, _saved_weights(options, backward_weights)), options)
     specs = arrays_in(saved_like) if saved_tensors is None else [spec_of(t) for t in saved_tensors]
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
-        saved = _saved(saved_like, rest[: len(specs)], rest[len(specs) :])
+        saved = _saved(saved_like, rest[: len(specs)], rest[len(specs) :], options)
         dw13 = (None, None) if halves else None
         return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=options.ffn, gradients=_names(options.gradients))
 
@@ -757,11 +773,11 @@ def _no_gradient(dy: Tensor) -> Tensor:
     return dy.new_empty(_NO_GRADIENT_SHAPE, dtype=torch.float32)
 
 
-def _saved(like: Saved, saved_tensors: Any, backward_weights: Any) -> Saved:
+def _saved(like: Saved, saved_tensors: Any, backward_weights: Any, options: Options) -> Saved:
     """The record of `_forward` with its arrays, and the weights."""
     remaining = iter(saved_tensors)
     saved = map_arrays(lambda a: next(remaining), like)
-    w13, w2 = _saved_weights(like.recipe, backward_weights)
+    w13, w2 = _saved_weights(options, backward_weights)
     return replace(saved, w13=w13, w2=w2)
 
 
@@ -780,10 +796,10 @@ def _experts_backward_op(
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, saved_like = _known_results(
-        _specs(dy, ids, probs, _saved_weights(options.recipe, backward_weights)), options
+    _, saved_like = _known_results(_specs(dy, ids, probs, _saved_weights(options, backward_weights)), options)
+    return _results_of_backward(
+        _saved(saved_like, saved_tensors, backward_weights, options), dy, targets, options
     )
-    return _results_of_backward(_saved(saved_like, saved_tensors, backward_weights), dy, targets, options)
 
 
 def _results_of_backward(
@@ -847,7 +863,7 @@ def _experts_over_ranks_fake(
     targets: Targets,
     options: Options,
 ) -> list[Tensor]:
-    weights = _weights(options.recipe, gemm_weights)
+    weights = _weights(options, gemm_weights)
     _check_traced(x, weights, options)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not options.saves:
@@ -883,7 +899,7 @@ def _experts_over_ranks_op(
     options: Options,
 ) -> list[Any]:
     """The weights and the targets of their gradients are arguments for autograd only."""
-    weights = _weights(options.recipe, gemm_weights)
+    weights = _weights(options, gemm_weights)
     y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)])
     if not options.saves:
         return [y]
@@ -970,7 +986,7 @@ def _experts_over_ranks_backward_op(
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    saved = _saved(_described_by(saved_metadata), saved_tensors, backward_weights)
+    saved = _saved(_described_by(saved_metadata), saved_tensors, backward_weights, options)
     return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])
 
 

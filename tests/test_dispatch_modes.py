@@ -165,6 +165,23 @@ def test_modes_change_neither_statistics_nor_main_grads_nor_halves():
     assert {*mode.names} == {"quantize_weights", "route", "route_backward", "experts", "experts_gradients"}
 
 
+def test_formats_of_quantised_weights():
+    """Operators get codes as plain bytes: e5m2 must not be read as e4m3."""
+    x, ids, probs = rows(), torch.randint(0, E, (T, K)), torch.rand(T, K)
+    w13, w2 = _weights(128)
+    codes = torch_ops.quantize_weights(w13, fmt="e5m2"), torch_ops.quantize_weights(w2)
+
+    def step(x):
+        return torch_ops.moe_experts(x, *codes, ids, probs)
+
+    wanted = gradients(step(x), x)
+    with Seen() as seen:
+        assert_equal(gradients(step(x), x), wanted)
+    assert seen.names == ["experts", "experts_gradients"]
+    torch.compiler.reset()
+    assert_equal(gradients(torch.compile(step, backend="eager", fullgraph=True)(x), x), wanted)
+
+
 # ---------------------------------------------------------------- expert parallelism
 
 
@@ -295,8 +312,8 @@ def test_flops_of_operations():
     )
 
 
-def _weights():
-    return torch.randn(E, 2 * F, H), torch.randn(E, H, F)
+def _weights(ffn=F):
+    return torch.randn(E, 2 * ffn, H), torch.randn(E, H, ffn)
 
 
 def _counts():

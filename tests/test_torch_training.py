@@ -905,7 +905,9 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
         gemm_weights = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
-    every = Options(recipe, recompute, 0, SWIGLU, None, None, None, False, "dx,dprobs,dw13,dw2", False)
+    formats = "" if recipe == "bf16" else "e4m3,e4m3"
+    gradients = "dx,dprobs,dw13,dw2", False, formats
+    every = Options(recipe, recompute, 0, SWIGLU, None, None, None, False, *gradients)
     for options in (every, every._replace(gradients="dx,dprobs"), every._replace(gradients="")):
         arguments = forward.flatten((x, gemm_weights, ids, probs, options))
         torch.library.opcheck(forward.op, arguments, test_utils=tests)
