@@ -628,7 +628,10 @@ def operands(
     """x [T, H], w13 and w2 in the dtypes that ``recipe`` uses, with JAX's gradients; for "bf16" also with w13
     as [E, 2F, H] and w2 as [E, H, F]."""
     if isinstance(w13, list):
-        raise TypeError("w13: got a list; wanted an array or a tuple of two; pass tuple(w13)")
+        fix = "tuple(w13)" if len(w13) == 2 else "jax.numpy.stack(w13)"
+        raise TypeError(f"w13: got a list of {len(w13)}; wanted an array or a tuple of two; pass {fix}")
+    if isinstance(w13, tuple) and not w13:
+        raise TypeError("w13: got an empty tuple; wanted an array or a tuple of two")
     parts = w13 if isinstance(w13, tuple) else (w13,)
     for name, a in [("x", x), *(("w13", w) for w in parts), ("w2", w2)]:
         if isinstance(a, Quantized):

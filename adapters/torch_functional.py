@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives
 from torch.nn.functional import pad
 
@@ -307,12 +307,14 @@ def _experts_in_dtype(
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
     if not align_size:
         for name, t in (("topk_ids", ids), ("topk_probs", probs)):
+            if t.dim() < 2:
+                checks.shape(name, t, (rows.shape[0], "k"))
             if t.dim() > 2 and t.shape[:-1] != x.shape[:-1]:  # for [T, k] the layer checks T
                 wanted = ", ".join(map(str, (*x.shape[:-1], "k")))
                 raise ValueError(
                     f"{name}: got shape {list(t.shape)}; wanted [{wanted}], for x {list(x.shape)}"
                 )
-        ids, probs = (t.reshape(-1, t.shape[-1]) for t in (ids, probs))
+        ids, probs = (t.flatten(0, -2) for t in (ids, probs))
     ids, probs = ids.contiguous(), probs.contiguous()
     if bias13 is not None:
         before, ones, after = _bias_columns(hidden, recipe)
@@ -516,22 +518,22 @@ def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
 
 def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 (or w1 and w3) and w2, after checks of dtypes and shapes for the recipe."""
-    if isinstance(w13, list):
-        raise TypeError("w13: got a list; wanted a tensor, or a tuple of two; pass tuple(w13)")
-    parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
+    parts: list[Any] = list(w13) if type(w13) is tuple and len(w13) in (1, 2) else [w13]
     for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
+        if not isinstance(w, (Tensor, Quantized)):
+            raise _not_a_weight(name, w13 if name == "w13" else w2)
         check_float(name, w, 3)
         if recipe == "bf16" and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
         if recipe != "bf16" and isinstance(w, Tensor):
-            checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
+            checks.dtype(name, spec_of(w), checks.QUANTIZABLE, f'pass {name}.float(), or recipe="bf16"')
     if isinstance(parts[0], Quantized):
         if bias13 is not None:
             raise TypeError(
                 "bias13: got one with quantised w13; wanted tensors, or fp8_weights that include it"
             )
         return [parts[0], w2]
-    if len(parts) not in (1, 2) or parts[0].shape != parts[-1].shape:
+    if parts[0].shape != parts[-1].shape:
         raise ValueError(
             f"w13: got tensors of shapes {[list(w.shape) for w in parts]}; wanted one of [E, 2F, H], or two "
             "of [E, F, H]"
@@ -555,6 +557,23 @@ def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halv
                 break
         raise ValueError(f"w2: got shape {list(w2.shape)}; {wanted}")
     return [tuple(parts) if len(parts) == 2 else parts[0], w2]
+
+
+def _not_a_weight(name: str, w: Any) -> TypeError:
+    """The error for weights that are no tensors, with the call that makes a tensor of them."""
+    wanted = "a tensor [E, 2F, H], or a tuple of two [E, F, H]" if name == "w13" else "a tensor [E, H, F]"
+    several = isinstance(w, (list, tuple, nn.ModuleList))
+    items = list(w) if several else [w]
+    kinds = " and ".join(sorted({type(item).__name__ for item in items})) or "nothing"
+    got = f"a {type(w).__name__} of {len(items)}, {kinds}" if several else kinds
+    fix = ""
+    if items and all(isinstance(item, nn.Module) for item in items):
+        fix = f"; pass torch.stack([m.weight for m in {name}])" if several else "; pass its weights stacked"
+    elif several and name == "w13" and len(items) == 2:
+        fix = "; pass tuple(w13)" if all(isinstance(t, Tensor) and t.ndim == 3 for t in items) else ""
+    elif items and all(isinstance(item, Tensor) for item in items):
+        fix = f"; pass torch.stack(list({name}))"
+    return TypeError(f"{name}: got {got}; wanted {wanted}{fix}")
 
 
 def _check_sizes(x: Tensor, weights: list[Any], bias2: Tensor | None) -> int:

@@ -233,7 +233,8 @@ class FP8FlowMoE(nn.Module):
         options = {"device": device, "dtype": dtype}
         accepted = (*_DTYPES, torch.float64) if recipe == "bf16" else _DTYPES
         if (torch.get_default_dtype() if dtype is None else dtype) not in accepted:
-            raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, accepted))}")
+            fix = '; pass recipe="bf16"' if dtype == torch.float64 else ""
+            raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, accepted))}{fix}")
         if router is True:
             router = RouterConfig(topk, renormalize=normalize_probs)
         elif router is not False:

@@ -23,6 +23,7 @@ from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import ArraySpec, DeviceArray, PermutationPlan, QuantTensor, Record
 
 NOWHERE = -1  # the device of arrays that have a shape and no memory: nothing is executed
+DESCRIPTIONS = frozenset(("fmt", "block", "layout", "transposed"))  # arguments and fields that hold no arrays
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
 
 
@@ -61,6 +62,8 @@ class Call:
 
     def take(self, name: str, value: Any) -> Any:
         """Convert an argument to raw buffers; one without arrays is returned as it is."""
+        if name in DESCRIPTIONS:
+            return value
         raw = replace_arrays(partial(self._view, name in WRITTEN), value, name)
         if raw is not value:
             self._given.append((raw, value))
@@ -205,6 +208,8 @@ def replace_arrays(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
     for field, part in vars(value).items():
         if type(part) in METADATA_TYPES:
             pass
+        elif field in DESCRIPTIONS:
+            pass  # checked with the record
         elif isinstance(part, (Record, tuple)):
             part = replace_arrays(fn, part, f"{name}.{field}")
         elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
@@ -217,7 +222,11 @@ def replace_arrays(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
 
 def as_codes(q: QuantTensor) -> QuantTensor:
     """A raw tensor with codes of dtype uint8."""
-    if q.data is None or getattr(q.data, "dtype", None) != FLOAT8_DTYPES.get(q.fmt):
+    if (
+        q.data is None
+        or not isinstance(q.fmt, str)
+        or getattr(q.data, "dtype", None) != FLOAT8_DTYPES.get(q.fmt)
+    ):
         return q
     return replace(q, data=q.data.view(np.dtype(np.uint8)))
 

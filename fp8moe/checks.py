@@ -102,6 +102,8 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
         rows = math.prod(got[:-1]), got[-1]
         if all(isinstance(w, str) or g == w for g, w in zip(rows, wanted, strict=True)):
             fix = f"pass {name}.reshape(-1, {got[-1]})"
+    if not fix and len(wanted) == 2 and isinstance(wanted[1], str) and list(got) == [wanted[0]]:
+        fix = f"pass {name}.reshape(-1, 1)"
     raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
 
 
@@ -208,7 +210,9 @@ def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:
 def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
     """Check that a block is one of ``wanted``; returns it with sizes of type int."""
     if isinstance(value, tuple):
-        value = tuple([integer(name, size, 1) for size in value])
+        if any(isinstance(size, bool) or not hasattr(size, "__index__") for size in value):
+            raise TypeError(f"{name}: got {value!r}; wanted one of {', '.join(map(repr, wanted))}")
+        value = tuple([operator.index(size) for size in value])
     checked: Block = choice(name, value, wanted)
     return checked
 
@@ -314,12 +318,12 @@ def quant_tensor(
             f"{name}: got an array of {getattr(q, 'dtype', type(q).__name__)}; wanted a QuantTensor, "
             "as quantize returns"
         )
-    if q.block not in blocks or any(type(size) is not int for size in q.block or ()):
-        raise TypeError(f"{name}.block: got {q.block}; wanted {' or '.join(map(str, blocks))}{_fix(fix)}")
+    if not _is_block(q.block) or q.block not in blocks:
+        raise TypeError(f"{name}.block: got {q.block!r}; wanted {' or '.join(map(str, blocks))}{_fix(fix)}")
     formats, scale_dtype = BLOCKS[q.block]
-    if q.fmt not in formats:
+    if not isinstance(q.fmt, str) or q.fmt not in formats:
         raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted {' or '.join(formats)} for block {q.block}")
-    if q.layout not in layouts:
+    if not isinstance(q.layout, str) or q.layout not in layouts:
         raise TypeError(
             f"{name}.layout: got {q.layout!r}; wanted {' or '.join(layouts)}; fp8moe.to_layout converts"
         )
@@ -411,6 +415,10 @@ def column_scales(call: Any, name: str, q: QuantTensor, expert_offsets: Any) -> 
             f"{name}.scales: got {got} rows of blocks; wanted {wanted}, as expert_offsets needs; pass the "
             "same expert_offsets and align_size to the function that makes the tensor"
         )
+
+
+def _is_block(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple) and all(type(size) is int for size in value))
 
 
 def powers_of_two(call: Any, name: str, q: QuantTensor) -> None:

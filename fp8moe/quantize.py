@@ -131,7 +131,7 @@ def quantize(
     """
     call = enter(x=x, out=out)
     array, result = call.args.x, call.args.out
-    checks.dtype("x", array, checks.QUANTIZABLE)
+    checks.dtype("x", array, checks.QUANTIZABLE, "pass x as float32")
     eps = checks.number("eps", eps, 0.0)
     pow2 = checks.flag("pow2", pow2)
     spec = quantize_spec(array, fmt, block, layout, columnwise, scale_rounding)
@@ -179,7 +179,8 @@ def quantize_parts(
     dims = ("E", "K", "N") if transposed else ("E", "N", "K")
     for i, array in enumerate(arrays):
         name = f"x[{i}]" if isinstance(given, tuple) else "x"
-        checks.dtype(name, array, checks.QUANTIZABLE if i == 0 else (arrays[0].dtype,))
+        dtypes, fix = (checks.QUANTIZABLE, f"pass {name} as float32") if i == 0 else ((arrays[0].dtype,), "")
+        checks.dtype(name, array, dtypes, fix)
         checks.shape(name, array, dims if i == 0 else tuple(arrays[0].shape))
     experts, height, width = swapped(arrays[0].shape) if transposed else arrays[0].shape
     height *= len(arrays)

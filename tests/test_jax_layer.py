@@ -279,8 +279,14 @@ REFUSED = {
     "a list of parts": (
         lambda x, w, v: ([w, w], v),
         TypeError,
-        r"w13: got a list; wanted an array or a tuple of two; pass tuple\(w13\)",
+        r"w13: got a list of 2; wanted an array or a tuple of two; pass tuple\(w13\)",
     ),
+    "a list of experts": (
+        lambda x, w, v: (list(w), v),
+        TypeError,
+        r"w13: got a list of \d; wanted an array or a tuple of two; pass jax.numpy.stack\(w13\)",
+    ),
+    "an empty tuple": (lambda x, w, v: ((), v), TypeError, "w13: got an empty tuple; wanted an array"),
     "lists of numbers": (
         lambda x, w, v: (w, v.tolist()),
         TypeError,

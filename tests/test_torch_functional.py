@@ -23,6 +23,7 @@ from fp8moe.adapters.torch_functional import (
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 
 E, H, F, T, K = 4, 96, 72, 37, 2
+LINEAR = torch.nn.Linear(H, F)
 RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
 
 
@@ -465,7 +466,37 @@ def test_fp8_weights_argument():
             ValueError,
             r"w2: got .* of w13; pass .* as w13.transpose\(1, 2\)",
         ),
-        ({"w13": [torch.ones(E, F, H)] * 2}, TypeError, r"w13: got a list; .*; pass tuple\(w13\)$"),
+        ({"w13": [torch.ones(E, F, H)] * 2}, TypeError, r"w13: got a list of 2, .*; pass tuple\(w13\)$"),
+        (
+            {"w13": [LINEAR] * E},
+            TypeError,
+            r"w13: got a list of 4, Linear; .*torch.stack\(\[m.weight for m in",
+        ),
+        (
+            {"w13": (LINEAR,) * E},
+            TypeError,
+            r"w13: got a tuple of 4, Linear; .*torch.stack\(\[m.weight for m",
+        ),
+        ({"w2": torch.nn.ModuleList([LINEAR] * E)}, TypeError, r"w2: got a ModuleList of 4, .*in w2\]\)$"),
+        ({"w2": LINEAR}, TypeError, "w2: got Linear; wanted a tensor"),
+        (
+            {"w13": tuple(torch.ones(E, F, H))},
+            TypeError,
+            r"w13: got a tuple of 4, .*torch.stack\(list\(w13\)\)$",
+        ),
+        ({"w13": ()}, TypeError, "w13: got a tuple of 0, nothing; wanted a tensor"),
+        ({"w2": ()}, TypeError, "w2: got a tuple of 0, nothing; wanted a tensor"),
+        (
+            {"recipe": "fp8_flow", "w2": torch.ones(E, H, F).double()},
+            TypeError,
+            r'w2: got dtype float64; .*; pass w2.float\(\), or recipe="bf16"$',
+        ),
+        (
+            {"topk_ids": torch.zeros(T, dtype=torch.int64)},
+            ValueError,
+            r"topk_ids: got shape \[37\]; wanted \[37, k\]; pass topk_ids.reshape\(-1, 1\)$",
+        ),
+        ({"topk_probs": torch.ones(T)}, ValueError, r"topk_probs: got shape \[37\]; wanted \[37, k\]"),
         ({"w13": torch.ones(E, F)}, ValueError, "w13: got shape"),
         ({"bias13": torch.ones(E)}, ValueError, "bias13: got shape"),
         (
@@ -496,6 +527,22 @@ def test_validation_errors(changed, error, words):
     for recipe in RECIPES if "recipe" not in changed else (changed["recipe"],):
         with pytest.raises(error, match=words):
             moe_experts(**{**arguments, "recipe": recipe})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_of_no_experts(recipe):
+    """k = 0, which a product of sizes cannot tell the number of tokens from."""
+    x, w1, w3, w2, *_ = problem()
+    for leading in ((T,), (1, T)):
+        leaves = [x.reshape(*leading, H), w1, w3, w2, torch.rand(*leading, 0)]
+        ids = torch.zeros(*leading, 0, dtype=torch.int64)
+        actual = results(
+            lambda x, w1, w3, w2, p, ids=ids: moe_experts(x, (w1, w3), w2, ids, p, recipe=recipe),
+            leaves,
+            torch.randn_like(leaves[0]),
+        )
+        assert actual[0].shape == (*leading, H)
+        assert not any(t.any() for t in actual)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
