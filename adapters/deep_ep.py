@@ -17,7 +17,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 
 import fp8moe
 from fp8moe import QuantTensor

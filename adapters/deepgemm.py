@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import importlib
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor
 
 from fp8moe import QuantTensor, checks

@@ -13,7 +13,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
+from fp8moe.adapters import needs
+
+with needs("jax"):
+    import jax
 import jax.numpy as jnp
 
 from fp8moe import checks, moe, recipes

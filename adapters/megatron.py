@@ -26,7 +26,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    from torch import Tensor
 
 import fp8moe
 from fp8moe.adapters import torch_ops

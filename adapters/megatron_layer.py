@@ -14,7 +14,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, silu

@@ -11,7 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
+
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch import nn
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives
 from torch.nn.functional import pad

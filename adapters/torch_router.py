@@ -15,7 +15,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor, nn
 
 import fp8moe

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor
 
 from fp8moe import QuantTensor, checks

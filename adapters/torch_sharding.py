@@ -24,7 +24,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan

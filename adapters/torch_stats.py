@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor
 
 import fp8moe

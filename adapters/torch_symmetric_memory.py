@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from fp8moe.adapters.torch_distributed import ProcessGroup

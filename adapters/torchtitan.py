@@ -18,10 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from fp8moe.adapters import needs
+
+with needs("torchtitan"):
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+    from torchtitan.components.quantization import QuantizationConverter
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts

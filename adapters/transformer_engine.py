@@ -13,7 +13,10 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import torch
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor
 
 from fp8moe import PermutationPlan, QuantTensor, row_maps

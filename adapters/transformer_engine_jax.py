@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+from fp8moe.adapters import needs
+
+with needs("jax"):
+    import jax.numpy as jnp
 import numpy as np
 
 from fp8moe import chunk_orders

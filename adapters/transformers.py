@@ -25,7 +25,11 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, get_args
 
 import numpy as np
-import torch
+
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -4,6 +4,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -182,3 +184,29 @@ def test_every_kernel_waits_for_the_previous_launch():
 @pytest.mark.parametrize("path", files("tests"), ids=lambda p: p.stem)
 def test_tests_do_not_import_each_other(path):
     assert not any(name.startswith("test_") for name in imports_of(path))
+
+
+WITHOUT_FRAMEWORKS = """
+import importlib, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "jax"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module("fp8moe.adapters." + name)
+    except ImportError as error:
+        print(name, error)
+"""
+
+
+def test_adapters_without_their_framework_say_what_to_install():
+    public = [p.stem for p in files("adapters") if "\n__all__ = " in p.read_text() and p.stem != "cupy_nccl"]
+    command = [sys.executable, "-c", WITHOUT_FRAMEWORKS, *public]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == public
+    assert [line for line in lines if "pip install '" not in line] == []
+    assert {"torch_ops", "torch_moe", "transformers", "jax_ops"} <= {*public}
