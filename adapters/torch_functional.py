@@ -22,13 +22,9 @@ from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
-from fp8moe.adapters.torch_library import spec_of
-from fp8moe.adapters.torch_operation import (
-    check_float,
-    check_tensor,
-    mm_without_autocast,
-    refuse_transforms,
-)
+from fp8moe.adapters.torch_halves import asked_for
+from fp8moe.adapters.torch_library import differentiable, spec_of
+from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import experts_of
@@ -95,7 +91,7 @@ def moe_experts(
         Bias of the first product, as in gpt-oss. It is appended to w13 as columns that multiply ones appended
         to x: in FP8 four columns, whose sum equals the bias to within 2^-16.
     bias2 : Tensor or None, floating point, [E, H]
-        Bias of the second product, added by torch.
+        Bias of the second product, added by torch: in float32, for each row by itself.
     comm : Comm or None
         Communicator that sends rows between ranks (`fp8moe.expert_parallel`). w13 and w2 are then this rank's
         experts, and the ids are global. Compiled code remains one graph (``fullgraph=True``) with a
@@ -336,8 +332,7 @@ def _experts_in_dtype(
     if bias2 is not None:
         if align_size:
             ids, probs = _expert_of_rows(ids, rows.shape[0], align_size)[:, None], probs[:, None]
-        shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype)
-        biased = y + mm_without_autocast(shares, bias2.to(y.dtype))
+        biased = _with_biases(y, bias2, ids, probs)
         # rows of no expert: zeros times a NaN in their gradients would be a gradient of the bias
         y = torch.where(ids < bias2.shape[0], biased, y) if align_size else biased
     return y.to(x.dtype).reshape(x.shape)
@@ -392,6 +387,58 @@ def _gathered_bias(bias2: Tensor, comm: Any) -> Tensor:
             "torch.distributed.ProcessGroup there, or no bias"
         )
     return _all_gather(bias2.contiguous(), 0, group)  # type: ignore[no-any-return]
+
+
+class _WithBiases(torch.autograd.Function):
+    """y [T, H] + the sum over a row's experts of prob * bias, in at least float32, rounded once to y's dtype.
+
+    A row's y and gradients of probabilities depend on this row alone, which a matrix product of
+    probabilities [T, E] and biases does not promise: BLAS chooses its order of sums by the number of rows.
+    torch's bags of embeddings sum a row's entries in their order, and its gradient of weights is one dot
+    product per entry.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Any, bias2: Any, ids: Any, probs: Any) -> Any:
+        ctx.save_for_backward(bias2, ids, probs)
+        ctx.wide = torch.promote_types(y.dtype, torch.float32)
+        named, experts, firsts = _bags(ids, bias2.shape[0])
+        weights, biases = torch.where(named, probs, 0).to(ctx.wide).flatten(), bias2.to(ctx.wide).contiguous()
+        sums, *_ = torch.embedding_bag(biases, experts, firsts, mode=_SUM, per_sample_weights=weights)
+        return sums.add_(y).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        bias2, ids, probs = ctx.saved_tensors
+        needs_y, needs_bias, _, needs_probs = asked_for(ctx)
+        grad_bias = grad_probs = None
+        if needs_bias:
+            shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(grad.dtype)
+            with torch.autocast(grad.device.type, enabled=False):
+                grad_bias = (shares.t() @ grad).to(bias2.dtype)
+        if needs_probs:
+            rows, biases = grad.to(ctx.wide).contiguous(), bias2.to(ctx.wide).contiguous()
+            rest = -rows.shape[1] % 16  # BLAS's dot products depend on a row's place in a line of 64 bytes
+            if rest:
+                rows, biases = pad(rows, (0, rest)), pad(biases, (0, rest))
+            named, experts, firsts = _bags(ids, bias2.shape[0])
+            bags = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype)
+            bags = bags.repeat_interleave(ids.shape[1])
+            dots = _weights_backward(rows, biases, experts, firsts, bags, _SUM)
+            grad_probs = torch.where(named, dots.view(ids.shape), 0).to(probs.dtype)
+        return grad if needs_y else None, grad_bias, None, grad_probs
+
+
+_SUM = 0  # embedding_bag's mode
+_weights_backward: Any = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
+_with_biases = differentiable(_WithBiases)
+
+
+def _bags(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether each of ids [T, k] is an expert's, [T * k] valid ids, and the place of each row's first."""
+    named = (ids >= 0) & (ids < experts)
+    firsts = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype) * ids.shape[1]
+    return named, torch.where(named, ids, 0).flatten(), firsts
 
 
 def _probs_by_expert(ids: Tensor, probs: Tensor, experts: int) -> Tensor:

@@ -175,6 +175,42 @@ def test_backward_of_one_padded_and_biased_tensor_under_autocast_to_float16(reci
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "compiled"), [("fp8_flow", False), ("fp8_blockwise", False), ("bf16", False), ("bf16", True)]
+)
+def test_a_biased_row_depends_on_itself_alone(recipe, compiled):
+    """y and the gradients of x and of the probabilities, bit for bit: alone, among other rows, in another
+    order, and given as rows of their experts. The products of "bf16" on the CPU are BLAS's, which depend on
+    the number of rows, so there they are of zeros."""
+    tokens, experts, k, hidden = 60, 16, 4, 77
+    torch.compiler.reset()
+    x, dy = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+    w13, w2, bias2 = (torch.randn(experts, *shape) / 8 for shape in ((2 * F, hidden), (hidden, F), (hidden,)))
+    if recipe == "bf16":
+        w13, w2 = torch.zeros_like(w13), torch.zeros_like(w2)
+    ids, probs = torch.rand(tokens, experts).topk(k).indices - 1, torch.rand(tokens, k)  # some without expert
+
+    def step(door, rows, routing, probs):
+        leaves = [a.clone().requires_grad_() for a in (x[rows], probs[rows], bias2)]
+        call = torch.compile(door, backend="aot_eager", fullgraph=True, dynamic=True) if compiled else door
+        y = call(leaves[0], w13, w2, routing, leaves[1], recipe=recipe, bias2=leaves[2])
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy[rows])]
+
+    every, order = torch.arange(tokens), torch.randperm(tokens)
+    whole = step(moe_experts, every, ids, probs)
+    assert torch.equal(step(moe_experts, every, ids, probs)[3], whole[3])
+    for rows in (order[:3],) if compiled else (order, order[:7], order[:3], *order[:4, None]):
+        *some, _ = step(moe_experts, rows, ids[rows], probs)
+        for a, b in zip(some, whole, strict=False):
+            assert torch.equal(a, b[rows])
+    ids, probs = ids[:, :1].clamp(min=0), probs[:, :1]  # one expert each, whose rows they are
+    whole, rows = step(moe_experts, every, ids, probs), ids[:, 0].argsort()
+    counts = ids[:, 0].bincount(minlength=experts)
+    *sorted_by_expert, _ = step(moe_experts_permuted, rows, counts, probs[:, 0])
+    for a, b in zip(sorted_by_expert, whole, strict=False):
+        assert torch.equal(a, b[rows].reshape(a.shape))
+
+
 @pytest.mark.parametrize("change", ["experts", "ffn"])
 def test_fp8_weights_of_another_size_raise(change):
     x, w1, w3, w2, ids, probs, _ = problem()
