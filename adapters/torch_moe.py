@@ -36,6 +36,7 @@ from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import (
     Ranks,
     as_shard,
+    check_own_experts,
     engine_of,
     is_whole,
     local_of,
@@ -542,7 +543,8 @@ class FP8FlowMoE(nn.Module):
         hidden, ffn = self._hidden, self._ffn
         shapes = (self._options.activation.columns(ffn), hidden), (hidden, ffn)
         for name, w, shape in zip(("w13", "w2"), (w13, w2), shapes, strict=True):
-            check_float(name, w)
+            check_float(name, w, may_be_sharded=True)
+            check_own_experts(name, w, self._ranks.mesh)  # before the router's, as one check for both
             experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
             if w.shape != (experts, *shape):
                 refuse_partitioned(name, w)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks
@@ -202,7 +203,10 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
                 continue
             if isinstance(value, QuantTensor):
                 value = value.data
-            if isinstance(value, (Tensor, list, tuple)) or (value is None and name not in required):
+            if isinstance(value, Tensor):
+                check_tensor(name, value)
+                continue
+            if isinstance(value, (list, tuple)) or (value is None and name not in required):
                 continue
             raise _not_a_tensor(name, value)
 
@@ -272,9 +276,18 @@ def _not_a_tensor(name: str, x: Any) -> TypeError:
     return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor{fix}")
 
 
-def check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any, *, may_be_sharded: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
+    if isinstance(x, DTensor) and not may_be_sharded:
+        raise TypeError(
+            f"{name}: got a DTensor of placements {x.placements}, which stands for the tensors of several "
+            f"ranks; wanted a plain tensor; pass {name}.to_local()"
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: got a nested tensor; wanted a tensor of one shape; pass torch.cat({name}.unbind())"
+        )
     plain = type(x) in _PLAIN and x.layout is torch.strided and not x.is_meta
     if plain and not torch.compiler.is_compiling():
         try:
@@ -286,12 +299,12 @@ def check_tensor(name: str, x: Any) -> None:
 _PLAIN = Tensor, nn.Parameter  # types of tensors that have a storage of their own
 
 
-def check_float(name: str, x: Any, dimensions: int = 1) -> None:
+def check_float(name: str, x: Any, dimensions: int = 1, *, may_be_sharded: bool = False) -> None:
     """Checks for a tensor of values, not of codes, in memory, of at least this many dimensions; quantised
-    weights are not checked."""
+    weights are not checked. may_be_sharded: whether a DTensor is accepted."""
     if isinstance(x, Quantized):
         return
-    check_tensor(name, x)
+    check_tensor(name, x, may_be_sharded=may_be_sharded)
     check_values(name, x.dtype)
     if x.device.type == "meta":
         raise TypeError(

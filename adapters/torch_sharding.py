@@ -164,14 +164,19 @@ def local_of(w: Tensor) -> Tensor:
 def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """The weights of this rank's experts, with their gradient. mesh: of the ranks.
 
-    Raises TypeError for a DTensor of which this rank has less than that.
+    Raises TypeError as `check_own_experts`.
     """
+    check_own_experts(name, w, mesh)
+    return local_of(w)
+
+
+def check_own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> None:
+    """Raises TypeError for a DTensor of which this rank has less than its experts. mesh: of the ranks."""
     if not isinstance(w, DTensor) or _is_replicated(w):
-        return local_of(w)
+        return
     if w.placements != EXPERTS or w.device_mesh != mesh:
         fix = "pass process_group= for expert parallelism, or use fully_shard"
         raise _of_a_part(name, w, "weights of its experts", fix)
-    return local_of(w)
 
 
 def replica_of(name: str, w: Tensor) -> Tensor:

@@ -800,3 +800,81 @@ def test_options_that_do_not_fit_a_layer_raise():
     router.config = RouterConfig(3, "sigmoid")
     assert router(torch.randn(5, 64))[0].shape == (5, 3)
     assert "sigmoid" in repr(router)
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("router", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dtensors_as_rows_are_refused_by_name(router, compiled, mesh):
+    tensor = torch.distributed.tensor
+    plain = torch.randn(6, 64)
+    rows = tensor.DTensor.from_local(plain, mesh, [tensor.Shard(0)])
+    ids, probs = torch.zeros(6, 2, dtype=torch.int32), torch.ones(6, 2)
+    chosen = () if router else (ids, probs)
+    of_x = r"x: got a DTensor of placements \(Shard\(dim=0\),\), .*pass x\.to_local\(\)"
+    for recipe in ("bf16",) if compiled else ("bf16", "fp8_flow"):
+        layer = FP8FlowMoE(64, 128, 4, 2, recipe=recipe, router=router)
+        call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+        with pytest.raises(torch._dynamo.exc.Unsupported if compiled else TypeError, match=of_x):
+            call(rows, *chosen)
+    torch.compiler.reset()
+    if compiled or not router:
+        return
+    weights = layer.w13.detach(), layer.w2.detach()
+    with pytest.raises(TypeError, match=of_x):
+        layer.router(rows)
+    with pytest.raises(TypeError, match=of_x):
+        torch_ops.moe_experts(rows, *weights, ids, probs)
+    with pytest.raises(TypeError, match="logits: got a DTensor"):
+        torch_ops.route(rows, RouterConfig(2))
+    with pytest.raises(TypeError, match=of_x):
+        torch_ops.quantize(rows)
+    of_ids = tensor.DTensor.from_local(ids, mesh, [tensor.Shard(0)])
+    with pytest.raises(TypeError, match="topk_ids: got a DTensor"):
+        layer(plain, of_ids, probs)
+    w13 = tensor.DTensor.from_local(weights[0], mesh, [tensor.Shard(0)])
+    for recipe in ("bf16", "fp8_flow"):
+        with pytest.raises(TypeError, match="w13: got a DTensor"):
+            torch_ops.moe_experts(plain, w13, weights[1], ids, probs, recipe=recipe)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_inner_layer_of_a_sharded_root_is_refused_by_name(compiled, mesh):
+    layer, x = FP8FlowMoE(64, 128, 4, 2), torch.randn(6, 64)
+    root = torch.nn.Sequential(layer)
+    y = root(x)
+    torch.distributed.fsdp.fully_shard(root, mesh=mesh)
+    call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+    words = r"w13: got a DTensor of placements .*use fully_shard, which gathers weights for the"
+    with pytest.raises(torch._dynamo.exc.Unsupported if compiled else TypeError, match=words):
+        call(x)
+    torch.compiler.reset()
+    with pytest.raises(TypeError, match=r"weight: got a DTensor of placements .*; wanted the weight whole"):
+        layer.router(x)
+    assert torch.equal(root(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(layout):
+    layer = FP8FlowMoE(64, 128, 4, 2)
+    rows = torch.nested.nested_tensor([torch.randn(2, 64), torch.randn(3, 64)], layout=layout)
+    ids, probs = torch.zeros(5, 2, dtype=torch.int32), torch.ones(5, 2)
+    of_x = r"x: got a nested tensor; wanted .*; pass torch\.cat\(x\.unbind\(\)\)"
+    for call in (
+        layer,
+        layer.router,
+        lambda x: layer(x, ids, probs),
+        lambda x: torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs),
+    ):
+        with pytest.raises(TypeError, match=of_x):
+            call(rows)
+    assert layer(torch.cat(rows.unbind())).shape == (5, 64)
