@@ -19,11 +19,12 @@ with needs("torch"):
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe import Activation, checks, expert_parallel
+from fp8moe import checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
 from fp8moe.adapters.torch_lost_ranks import LostRankWatch, RankLost
 from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
 from fp8moe.expert_parallel.exchange import prepare_dispatch
+from fp8moe.expert_parallel.protocols import Settings
 
 __all__ = ["ProcessGroup", "RankLost"]
 
@@ -320,7 +321,7 @@ def dispatch(
     num_experts: int,
     comm: Any,
     gradients: Collection[str],
-    settings: tuple[str, Activation],
+    settings: Settings,
 ) -> Dispatched | DispatchedRows:
     """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs. gradients and
     settings: as in `fp8moe.expert_parallel.exchange.prepare_dispatch`."""

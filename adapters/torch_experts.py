@@ -62,6 +62,8 @@ class Options(NamedTuple):
 
     w13_is_pair: whether w13 is given as w1 and w3. gradients: names of the gradients, separated by commas.
     for_statistics: whether to save what the statistics are computed from, also if no backward follows.
+    gathers_bias, sums_router: as in `fp8moe.expert_parallel.protocols.Settings`. is_routed: whether the
+        layer's own router has chosen the ids.
     formats: of w13's and w2's codes, for operators, which get these as plain tensors.
     """
 
@@ -75,6 +77,9 @@ class Options(NamedTuple):
     w13_is_pair: bool
     gradients: str
     for_statistics: bool
+    gathers_bias: bool
+    is_routed: bool
+    sums_router: bool
     formats: str = ""
 
     @property
@@ -124,6 +129,7 @@ def experts(
     handle: Tensor | None = None,
     collector: Collector | None = None,
     align_size: int = 0,
+    announced: dict[str, Any] | None = None,
 ) -> Tensor:
     """`fp8moe.moe_forward`, differentiable by `fp8moe.moe_backward` in x, topk_probs, w13 and w2.
 
@@ -140,6 +146,8 @@ def experts(
     handle: from `handle_of`; compiled code finds the layer by it, to set ``grad_added_to_main_grad`` of its
         parameters.
     collector: of statistics, in eager mode.
+    announced: to the other ranks, further fields of `fp8moe.expert_parallel.protocols.Settings`; the router
+        is found by ``handle``: its layer's ``router_checksum``.
 
     Only the required gradients are computed, and only their inputs are saved. If a parameter has a
     ``main_grad``, its gradient is added to that and ``grad_added_to_main_grad`` is set. If the parameter had
@@ -156,11 +164,13 @@ def experts(
     gradients = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
     products = align_size, activation, backend, num_sms
+    announced = announced or {}
+    told = announced.get("gathers_bias", False), "router" in announced, announced.get("sums_router", False)
     saves = ",".join(gradients), collector is not None
-    options = Options(recipe, recompute, *products, ffn, w3 is not None, *saves)
+    options = Options(recipe, recompute, *products, ffn, w3 is not None, *saves, *told)
     weights = w1, w3, w2
     if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators()):
-        rest = parameters, comm, collector, options
+        rest = parameters, comm, handle, collector, options
         return _Experts.apply(x, *weights, topk_probs, topk_ids, gemm_weights, *rest)
     refuse_export(x, *weights, topk_probs)
     options = _with_formats(options, gemm_weights)
@@ -236,18 +246,31 @@ def _names(gradients: str) -> tuple[str, ...]:
 
 
 def _call_forward(
-    x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any
+    x: Any,
+    ids: Any,
+    probs: Any,
+    weights: Any,
+    options: Options,
+    comm: Any,
+    handle: Tensor | None = None,
 ) -> tuple[Any, Saved]:
-    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows."""
+    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. handle: as in `experts`."""
     operands = x, *weights, ids, probs
     options_by_name: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
     options_by_name |= {"activation": options.activation, "gradients": _names(options.gradients)}
     options_by_name |= {"backend": options.backend, "num_sms": options.num_sms}
     if options.align_size:
         return fp8moe.moe_forward_permuted(*operands, align_size=options.align_size, **options_by_name)
-    if options.for_statistics and not options.gradients:
-        return moe.forward_keeping(("dx", "dprobs"), *operands, comm=comm, **options_by_name)
-    return fp8moe.moe_forward(*operands, comm=comm, **options_by_name)
+    kept = _names(options.gradients)
+    if options.for_statistics and not kept:
+        kept = "dx", "dprobs"
+    elif comm is None:
+        return fp8moe.moe_forward(*operands, **options_by_name)
+    router = None
+    if options.is_routed and handle is not None:
+        router = _layers[int(handle)].router_checksum
+    announced = {"gathers_bias": options.gathers_bias, "router": router, "sums_router": options.sums_router}
+    return moe.forward_keeping(kept, *operands, comm=comm, announced=announced, **options_by_name)
 
 
 # ---------------------------------------------------------------- eager mode
@@ -262,9 +285,9 @@ _PLACEHOLDER = _Placeholder()
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, handle, collector, options):  # type: ignore[no-untyped-def]
         forward = _forward_by_operator if dispatch_modes() else _call_forward
-        y, saved = forward(x, ids, probs, gemm_weights, options, comm)
+        y, saved = forward(x, ids, probs, gemm_weights, options, comm, handle)
         if collector is not None:
             collector.forward(x, saved, options.ffn)
         if options.gradients:
@@ -309,7 +332,7 @@ class _Experts(torch.autograd.Function):
             work = _multiplications_of(source, ctx.num_rows, dy.shape[1], requested, ctx.options)
             backward = partial(_backward_in_view, backward, dy, source, work)
         dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, requested, ctx.options)
-        return dx, *rest, None if dprobs is None else dprobs.to(probs_dtype), *[None] * 6
+        return dx, *rest, None if dprobs is None else dprobs.to(probs_dtype), *[None] * 7
 
 
 def _saved_by_autograd(ctx: Any) -> Saved:
@@ -333,13 +356,19 @@ def _saved_by_autograd(ctx: Any) -> Saved:
 
 
 def _forward_by_operator(
-    x: Tensor, ids: Tensor, probs: Tensor, gemm_weights: Any, options: Options, comm: Any
+    x: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    gemm_weights: Any,
+    options: Options,
+    comm: Any,
+    handle: Tensor | None,
 ) -> tuple[Tensor, Saved | None]:
     """`_call_forward` by its operator, which dispatch modes see: selective checkpointing may return the
     results of an earlier call in place of calling it. An Engine, whose record is its own, is called
     directly."""
     if comm is not None and implements(comm, Engine):
-        return _call_forward(x, ids, probs, gemm_weights, options, comm)
+        return _call_forward(x, ids, probs, gemm_weights, options, comm, handle)
     tensors = [t for w in gemm_weights for t in arrays_in(w)]
     options = _with_formats(options, gemm_weights)
     if comm is None:
@@ -348,9 +377,10 @@ def _forward_by_operator(
             return y, None
         _, saved_like = _known_results(_specs(x, ids, probs, gemm_weights), options)
     else:
-        handle = getattr(comm, "handle", None)
-        operands = x, ids, probs, None, None, None, tensors, handle_of(comm) if handle is None else handle
-        y, *results = _experts_over_ranks_op.run(*operands, _NO_TARGETS, options)
+        of_comm = getattr(comm, "handle", None)
+        operands = x, ids, probs, None, None, None, tensors, handle_of(comm) if of_comm is None else of_comm
+        targets = _NO_TARGETS._replace(handle=handle)
+        y, *results = _experts_over_ranks_op.run(*operands, targets, options)
         if not results:
             return y, None
         description, *saved_tensors = results
@@ -900,7 +930,7 @@ def _experts_over_ranks_op(
 ) -> list[Any]:
     """The weights and the targets of their gradients are arguments for autograd only."""
     weights = _weights(options, gemm_weights)
-    y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)])
+    y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)], targets.handle)
     if not options.saves:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))

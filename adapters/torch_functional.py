@@ -290,8 +290,6 @@ def _experts_in_dtype(
         weights = _joined_weights(weights, bias13, recipe, halves)
     elif (width := _ffn_of(weights[0], weights[1], halves)) is not None and width % FP8_BLOCK[1]:
         ffn = width
-    if bias2 is not None and comm is not None:
-        bias2 = _gathered_bias(bias2, comm)
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
@@ -321,6 +319,9 @@ def _experts_in_dtype(
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
     layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
     layer |= {"align_size": align_size} if align_size else {"comm": comm}
+    if bias2 is not None and comm is not None:
+        _check_gathers_bias(comm)
+        layer["announced"] = {"gathers_bias": True}
     if recipe == "bf16" and not explicit and _grouped_mm_takes(rows, weights[0], weights[1], comm):
         product = rows_by_grouped_mm if align_size else by_grouped_mm
         y = product(rows, weights[0], weights[1], ids, probs, **layer)
@@ -330,6 +331,8 @@ def _experts_in_dtype(
     if bias13 is not None:
         y = y[:, :hidden]
     if bias2 is not None:
+        if comm is not None:  # after the experts' exchange, by whose header all ranks know that all have one
+            bias2 = _all_gather(bias2.contiguous(), 0, comm.group)
         if align_size:
             ids, probs = _expert_of_rows(ids, rows.shape[0], align_size)[:, None], probs[:, None]
         biased = _with_biases(y, bias2, ids, probs)
@@ -378,15 +381,13 @@ def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Te
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
-def _gathered_bias(bias2: Tensor, comm: Any) -> Tensor:
-    """Biases of all ranks' experts; their gradient is the sum over ranks."""
-    group = getattr(comm, "group", None)
-    if group is None:
+def _check_gathers_bias(comm: Any) -> None:
+    """Biases of all ranks' experts are gathered; their gradient is the sum over ranks."""
+    if getattr(comm, "group", None) is None:
         raise NotImplementedError(
             f"bias2: got one with a comm of {type(comm).__name__} without an attribute `group`; wanted its "
             "torch.distributed.ProcessGroup there, or no bias"
         )
-    return _all_gather(bias2.contiguous(), 0, group)  # type: ignore[no-any-return]
 
 
 class _WithBiases(torch.autograd.Function):

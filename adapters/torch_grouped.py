@@ -16,7 +16,7 @@ from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch_library import once_differentiable
 from fp8moe.adapters.torch_operation import on_hopper
 from fp8moe.expert_parallel import DispatchedRows
-from fp8moe.expert_parallel.protocols import capacity_of, check_comm
+from fp8moe.expert_parallel.protocols import Settings, capacity_of, check_comm
 from fp8moe.plan import static_bound
 
 
@@ -30,10 +30,12 @@ def by_grouped_mm(
     recompute: str | None,
     activation: Activation,
     comm: Any = None,
+    announced: dict[str, Any] | None = None,
 ) -> Tensor:
     """`fp8moe.moe_forward` with recipe "bf16", differentiated by torch's autograd.
 
     x [T, H], w13 [E, 2F, H] and w2 [E, H, F]: bfloat16, H and F multiples of 8. ids, probs: [T, k].
+    announced: to the other ranks, further fields of `fp8moe.expert_parallel.protocols.Settings`.
     """
     checks.shape("topk_ids", ids, (x.shape[0], "k"))
     checks.shape("topk_probs", probs, tuple(ids.shape))
@@ -43,7 +45,8 @@ def by_grouped_mm(
         inputs = {"dx": x, "dprobs": probs, "dw13": w13, "dw2": w2}
         gradients = [name for name, t in inputs.items() if torch.is_grad_enabled() and t.requires_grad]
         given = x, ids, probs, experts * comm.world_size, comm
-        dispatched = torch_distributed.dispatch(*given, gradients, settings=("bf16", activation))
+        settings = Settings("bf16", activation, **announced or {})
+        dispatched = torch_distributed.dispatch(*given, gradients, settings)
         if isinstance(dispatched, DispatchedRows):
             operands = dispatched.x, w13, w2, dispatched.tokens_per_expert, dispatched.probs
             options: dict[str, Any] = {"recompute": recompute, "activation": activation}

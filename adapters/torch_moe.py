@@ -37,6 +37,7 @@ from fp8moe.adapters.torch_sharding import (
     Ranks,
     as_shard,
     check_own_experts,
+    checksum,
     engine_of,
     is_whole,
     local_of,
@@ -46,7 +47,7 @@ from fp8moe.adapters.torch_sharding import (
     shard_of,
 )
 from fp8moe.adapters.torch_stats import Collector, LayerStats
-from fp8moe.expert_parallel.protocols import chunks_of
+from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.layer_options import LayerOptions
 from fp8moe.recipes import GRADIENTS, Recipe
 from fp8moe.record_trees import arrays_in
@@ -264,6 +265,7 @@ class FP8FlowMoE(nn.Module):
         self.w2 = self._weight(num_experts, hidden, ffn, **options)
         self.register_load_state_dict_pre_hook(_shards_given)
         self._copies: _Copies | None = None  # copies that persist between forwards
+        self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
         self._scopes = 0  # number of open weights_unchanged() contexts
         self._shards: dict[str, Tensor] = {}  # weights that fully_shard replaces in the context's forwards
         self._handle = handle_of(self)
@@ -331,6 +333,7 @@ class FP8FlowMoE(nn.Module):
         """
         if self.router is not None:
             self.router.reset_parameters()
+        self._checksum = None
         self._reset_experts()
 
     def _reset_experts(self) -> None:
@@ -397,9 +400,10 @@ class FP8FlowMoE(nn.Module):
         self._check_weights(*weights)
         if self._has_explicit_backend() and not torch.compiler.is_compiling():
             self._check_backend(x)
-        tokens = x.reshape(-1, self.hidden)
+        tokens, announced = x.reshape(-1, self.hidden), None
         if topk_ids is None or topk_probs is None:
             self._check_router()
+            announced = self._announced()
             routed = self.route(tokens)
             if len(routed) != 3:
                 raise ValueError(
@@ -414,7 +418,7 @@ class FP8FlowMoE(nn.Module):
                 f"topk_ids: got shape {list(topk_ids.shape)}; wanted [T, {self._topk}], by the layer's topk; "
                 "make the layer with the other router's topk"
             )
-        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch)
+        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch, announced)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
@@ -500,6 +504,35 @@ class FP8FlowMoE(nn.Module):
             )
         return self._collector.stats
 
+    def router_checksum(self, again: bool = False) -> int:
+        """Return a checksum of the router, by which ranks of expert parallelism detect different ones.
+
+        It is computed in the first forward over several ranks, which it synchronises, and in the first one
+        after `load_state_dict` or with another configuration; all forwards send it with the row counts.
+
+        Parameters
+        ----------
+        again : bool
+            Whether to compute it, instead of returning that of an earlier call.
+
+        Returns
+        -------
+        int
+            31 bits, of the router's configuration and of those of its parameters that this rank has whole; 0
+            without a router, and for one rank.
+        """
+        router, mesh, known = self.router, self._ranks.mesh, self._checksum
+        if router is None or mesh is None:
+            return 0
+        config = router.config if isinstance(router, Router) else None
+        if known is not None and known[0] is config and not again:
+            return known[1]
+        if _capturing(self.w13):  # a transport with a capacity then asks for a forward before the capture
+            return 0
+        value = checksum([w for w in router.parameters() if not _is_freed(w)], config, mesh)
+        self._checksum = config, value
+        return value
+
     def weights_unchanged(self) -> Any:
         """Declare the weights constant within a context, as the function `weights_unchanged` for this layer.
 
@@ -524,17 +557,31 @@ class FP8FlowMoE(nn.Module):
         super().__setstate__(state)
         self._handle = handle_of(self)
 
+    def _announced(self) -> dict[str, Any] | None:
+        """What ranks tell each other about the router, as fields of `Settings`."""
+        if self.router is None or self._ranks.mesh is None:
+            return None
+        w = getattr(self.router, "weight", None)
+        sums = torch.is_grad_enabled() and isinstance(w, DTensor) and w.requires_grad
+        return {"router": self.router_checksum, "sums_router": sums}
+
     def _experts(
-        self, x: Tensor, ids: Tensor, probs: Tensor, weights: tuple[Tensor, Tensor], first: bool | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        first: bool | None,
+        announced: dict[str, Any] | None,
     ) -> Tensor:
         if not torch.compiler.is_compiling():
-            return self._run_eagerly(x, ids, probs, weights, first)
+            return self._run_eagerly(x, ids, probs, weights, first, announced)
         if self.recipe == "bf16":
-            return self._in_bf16(x, ids, probs, weights)
+            return self._in_bf16(x, ids, probs, weights, announced)
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         own = self._own_experts(*weights)
-        return self._multiply(x, ids, probs, weights, own, self._compiled_copies(own, first))
+        return self._multiply(x, ids, probs, weights, own, self._compiled_copies(own, first), announced)
 
     def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
@@ -586,13 +633,20 @@ class FP8FlowMoE(nn.Module):
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     @torch.compiler.disable
     def _run_eagerly(
-        self, x: Tensor, ids: Tensor, probs: Tensor, weights: tuple[Tensor, Tensor], first: bool | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        first: bool | None,
+        announced: dict[str, Any] | None,
     ) -> Tensor:
         if self.recipe == "bf16":
-            return self._in_bf16(x, ids, probs, weights)
+            return self._in_bf16(x, ids, probs, weights, announced)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
         own = self._own_experts(*weights)
-        return self._multiply(x, ids, probs, weights, own, self._copies_of_forward(own, recording, first))
+        copies = self._copies_of_forward(own, recording, first)
+        return self._multiply(x, ids, probs, weights, own, copies, announced)
 
     def _multiply(
         self,
@@ -602,8 +656,9 @@ class FP8FlowMoE(nn.Module):
         weights: tuple[Tensor, Tensor],
         own: tuple[Tensor, Tensor],
         copies: list[Quantized],
+        announced: dict[str, Any] | None,
     ) -> Tensor:
-        """own: `_own_experts` of the weights."""
+        """own: `_own_experts` of the weights. announced: from `_announced`."""
         options = self._options
         return experts(
             x.contiguous(),
@@ -621,6 +676,7 @@ class FP8FlowMoE(nn.Module):
             parameters=weights,
             handle=self._handle,
             collector=self._collector if self._collect_stats else None,
+            announced=announced,
         )
 
     def _own_experts(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
@@ -716,10 +772,18 @@ class FP8FlowMoE(nn.Module):
         else:
             self._copies = None
 
-    def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor, parameters: tuple[Tensor, Tensor]) -> Tensor:
+    def _in_bf16(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        parameters: tuple[Tensor, Tensor],
+        announced: dict[str, Any] | None,
+    ) -> Tensor:
         weights = self._own_experts(*parameters)
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
+        options["announced"] = announced
         comm = options["comm"] = self._ranks.comm
         # torch's products are neither divided into chunks nor, with several ranks, compiled
         divided = comm is not None and (chunks_of(comm) > 1 or torch.compiler.is_compiling())
@@ -736,6 +800,9 @@ class FP8FlowMoE(nn.Module):
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    # with a capacity, a rank that loads a state dict alone would be alone in comparing headers, too
+    if layer._checksum is not None and capacity_of(layer._ranks.comm) is None:
+        layer._checksum = None
     refuse_codes(layer, state, prefix)
     for name in ("w13", "w2"):
         if prefix + name in state:

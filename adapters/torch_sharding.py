@@ -20,6 +20,7 @@ tensors or DTensors of other meshes too, use `param_groups` and `clip_grad_norm_
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -213,6 +214,20 @@ class _Replica(torch.autograd.Function):
         for group in ctx.mesh.get_all_groups():
             dist.all_reduce(total, group=group)
         return DTensor.from_local(total, ctx.mesh, ctx.placements, run_check=False)
+
+
+def checksum(tensors: Iterable[Tensor], start: Any, mesh: DeviceMesh) -> int:
+    """31 bits, never zero, of values that every rank of a mesh should have, and of ``start``'s repr. DTensors
+    of which this rank has a part, as of ``fully_shard``, are left out. Synchronises."""
+    value = zlib.crc32(repr(start).encode())
+    for t in tensors:
+        if isinstance(t, DTensor):
+            if t.device_mesh != mesh or not _is_replicated(t):
+                continue
+            t = t._local_tensor
+        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        value = zlib.crc32(data.numpy(), value)
+    return value >> 1 or 1
 
 
 def _is_replicated(w: DTensor) -> bool:

@@ -18,7 +18,7 @@ from fp8moe.expert_parallel import (
 )
 from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
-from fp8moe.expert_parallel.protocols import capacity_of, check_comm, chunks_of, with_spare
+from fp8moe.expert_parallel.protocols import Settings, capacity_of, check_comm, chunks_of, with_spare
 from fp8moe.grouped_gemm import (
     BACKENDS,
     check_limit,
@@ -208,10 +208,15 @@ def moe_forward(
 
 
 def forward_keeping(
-    kept: Collection[str], *operands: Any, comm: Comm | None, gradients: Collection[str], **options: Any
+    kept: Collection[str],
+    *operands: Any,
+    comm: Comm | None,
+    gradients: Collection[str],
+    announced: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, Saved]:
     """`moe_forward` which saves the tensors that the gradients ``kept`` need, and announces to the other
-    ranks a backward that computes ``gradients``."""
+    ranks a backward that computes ``gradients``, and ``announced``: fields of `Settings`."""
     checks.choice("recipe", options["recipe"], RECIPES)
     checks.choice("recompute", options["recompute"], RECOMPUTE)
     if comm is not None:
@@ -232,7 +237,8 @@ def forward_keeping(
     else:
         checked = {name: value for name, value in options.items() if name != "recompute"}
         check_before_sending(x, w13, w2, ids, probs, **checked)
-        y, saved = _forward_over_ranks(x, w13, w2, ids, probs, comm, tuple(gradients), options)
+        settings = Settings(options["recipe"], options["activation"], **announced or {})
+        y, saved = _forward_over_ranks(x, w13, w2, ids, probs, comm, tuple(gradients), settings, options)
     return y, _recorded(saved, overwritten)
 
 
@@ -244,6 +250,7 @@ def _forward_over_ranks(
     topk_probs: Any,
     comm: Comm,
     gradients: tuple[str, ...],
+    settings: Settings,
     options: dict[str, Any],
 ) -> tuple[Any, Saved]:
     recipe, experts = options["recipe"], experts_of(w13)
@@ -269,7 +276,7 @@ def _forward_over_ranks(
         return y
 
     inputs = x, topk_ids, topk_probs, experts * comm.world_size, comm
-    of_all_ranks: dict[str, Any] = {"gradients": gradients, "settings": (recipe, options["activation"])}
+    of_all_ranks: dict[str, Any] = {"gradients": gradients, "settings": settings}
     if chunks > 1:
         y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, experts=products, **of_all_ranks)
     else:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8moe
 from fp8moe import Activation, expert_parallel
-from fp8moe.adapters import torch_sharding
+from fp8moe.adapters import torch_moe, torch_sharding
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
 from fp8moe.adapters.torch_fsdp import shard_placement
 from fp8moe.adapters.torch_functional import moe_experts
@@ -488,6 +488,13 @@ def refusals(comm):
     module = FP8FlowMoE(H, F, E, 2, recipe="bf16", process_group=comm, activation=activations, device=DEVICE)
     with pytest.raises(ValueError, match=of_activation):
         module(torch.ones(4, H, dtype=torch.bfloat16, device=DEVICE))
+    bias = torch.zeros(2, H, device=DEVICE) if RANK == 1 else None
+    for recipe in ("bf16", "fp8_blockwise"):
+        with pytest.raises(
+            ValueError, match=r"bias2, whether given: rank \d has [01], rank .* nothing was sent"
+        ):
+            moe_experts(x, w13, w2, ids, probs.float(), recipe=recipe, bias2=bias, comm=comm)
+    different_routers(comm)
     with pytest.raises(ValueError, match="num_experts"):
         expert_parallel.dispatch(x, ids, probs, E + 1, comm)
     with pytest.raises(ValueError, match="room: got 0"):
@@ -515,6 +522,52 @@ def refusals(comm):
     weights_in_part()
     again = expert_parallel.dispatch(x, ids, probs, E, comm)  # a failed exchange does not affect the next one
     assert len(again.x) == (4 * WORLD if RANK == 0 else 0)
+
+
+def different_routers(comm):
+    """Routers of other seeds or configurations, and of a rank that missed a state dict, are named in the
+    next forward; later forwards do not compute the checksum."""
+    group, x = dist.group.WORLD if type(comm) is ProcessGroup else comm, torch.ones(4, H, device=DEVICE)
+    bounded = ProcessGroup(capacity=Capacity(4))
+    words = r"router: got weights .*: \d+ on ranks \[.*\], \d+ on ranks \[.*; wanted the same .* nothing was"
+
+    def layer(group, recipe, seed=0, **options):
+        torch.manual_seed(seed)
+        return FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE, process_group=group, **options)
+
+    for over, recipe in ((group, "bf16"), (group, "fp8_blockwise"), (bounded, "bf16")):
+        with pytest.raises(ValueError, match=words):
+            layer(over, recipe, seed=RANK % 2)(x)
+    scores = fp8moe.RouterConfig(2, "sigmoid" if RANK == 1 else "softmax")
+    with pytest.raises(ValueError, match=words):
+        layer(group, "bf16", router=scores)(x)
+    ids, probs = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE), torch.ones(4, 2, device=DEVICE)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"router: got weights .*none on ranks \[1\]"):
+        layer(group, "bf16")(x, *((ids, probs) if RANK == 1 else ()))
+    ours, other = layer(group, "bf16"), layer(group, "bf16", seed=5)
+    with pytest.raises(ValueError, match=words):
+        layer(group, "bf16", seed=RANK)(x)  # a failure does not affect another layer
+    ours(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_moe, "checksum", lambda *_: pytest.fail("computed again"))
+        ours(x)
+        with torch.no_grad():
+            ours.router.weight.to_local().add_(RANK)  # not detected, as an optimizer's step
+        ours(x)
+    with torch.no_grad():
+        ours.router.weight.to_local().sub_(RANK)
+    if RANK != 1:
+        ours.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=words):
+        ours(x)
+    if RANK == 1:
+        with torch.no_grad():
+            for p, q in zip(ours.parameters(), other.parameters(), strict=True):
+                p.to_local().copy_(q.to_local())  # as from a broadcast, without a load
+    assert torch.equal(ours(x), other(x))
+    ours.router.weight.requires_grad_(RANK == 0)
+    with pytest.raises(ValueError, match=r"and the router's gradient from ranks \[0\]; wanted"):
+        ours(x.requires_grad_())
 
 
 def same_backward(comm):

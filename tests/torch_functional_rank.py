@@ -18,6 +18,7 @@ from fp8moe.expert_parallel import Capacity
 warnings.filterwarnings("error", ".*torch.distributed.* is deprecated", FutureWarning)
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 H, F, E, K = 128, 72, 2 * WORLD, 2
+torch.manual_seed(0)  # the same routers
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=WORLD)
 comm = ProcessGroup()
 own = slice(RANK * E // WORLD, (RANK + 1) * E // WORLD)
@@ -99,6 +100,14 @@ for recipe in ("fp8_flow", "bf16"):
     for a, b in zip(*grads, strict=True):
         assert b.any()
         assert torch.equal(a, b) if recipe == "fp8_flow" else (a - b).norm() <= 0.02 * a.norm()
+
+
+for router in (layer.router.weight.detach().to_local() + RANK, torch.zeros(E, H)):  # once different
+    layer.load_state_dict({"router.weight": router}, strict=False)
+    if router.any():
+        with pytest.raises(ValueError, match=r"router: got weights .* checksums: .* nothing was sent"):
+            run(x)
+assert run(x).shape == x.shape
 
 
 class Other:

@@ -24,13 +24,17 @@ from fp8moe.expert_parallel.messages import (
 )
 from fp8moe.expert_parallel.protocols import (
     BACKWARD,
+    NO_SETTINGS,
+    ROUTER,
     Comm,
     Counts,
+    DifferentRouters,
     Dispatched,
     Engine,
     PeerMemory,
     Pending,
     Route,
+    Settings,
     Transport,
     backward_of,
     capacity_of,
@@ -102,7 +106,7 @@ def prepare_dispatch(
     *,
     gradients: Collection[str],
     spare: bool = False,
-    settings: tuple[str | None, Activation | None] = (None, None),
+    settings: Settings = NO_SETTINGS,
 ) -> Callable[[bool], Pending]:
     """`dispatch` up to the sending of rows, which the returned function performs: every rank has announced
     its counts by then. The function takes ``async_op``.
@@ -113,7 +117,7 @@ def prepare_dispatch(
     spare: the received arrays get a few additional rows (`with_spare`), zeros with ids -1. Successive steps
     then mostly have equal shapes, for which launches are planned once: replanning a layer's forward and
     backward costs the host 1 ms.
-    settings: the layer's recipe and activation, which must be equal on all ranks; None for neither.
+    settings: what else must be equal on all ranks.
     """
     engine, world = _engine(comm), comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
@@ -130,7 +134,7 @@ def prepare_dispatch(
     plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
     experts, topk = num_experts // world, topk_ids.shape[1]
-    recipe, activation = settings
+    recipe, activation, gathers_bias, router, sums_router = settings
     block = message.like.block if isinstance(message.like, QuantTensor) else None
     header = {
         f"recipe, of {', '.join(RECIPES)}": -1 if recipe is None else RECIPES.index(recipe),
@@ -146,8 +150,10 @@ def prepare_dispatch(
         f"topk_probs, of {', '.join(FLOATS)}": FLOATS.index(message.dtype_of_last),
         "overlap_chunks": chunks_of(comm),
         "capacity.rows": 0 if capacity is None else capacity.rows,
+        "bias2, whether given": int(gathers_bias),
         # ranks with a capacity do not compare it, but send as many numbers as those without
-        BACKWARD: backward_of(gradients) if capacity is None else 0,
+        BACKWARD: backward_of(gradients, sums_router) if capacity is None else 0,
+        ROUTER: 0 if router is None else router(False),
     }
     transport: Any = comm
     if capacity is not None:
@@ -156,7 +162,13 @@ def prepare_dispatch(
         arriving = capacity.entries or world * capacity.rows * min(topk, experts)
         first = 1
     else:
-        counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
+        numbers = plan.tokens_per_expert, entries
+        try:
+            counts, entered = transport.counts(numbers, header)
+        except DifferentRouters:
+            # on all ranks; some may have loaded a state dict, and sent the others the weights
+            header[ROUTER] = 0 if router is None else router(True)
+            counts, entered = transport.counts(numbers, header)
         rows_here = with_spare(sum(row[comm.rank] for row in counts)) if spare else None
         route, arriving = Route(plan, counts, rows_here), sum(row[comm.rank] for row in entered)
         first = 0

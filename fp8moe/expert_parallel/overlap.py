@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from fp8moe.activation import Activation
 from fp8moe.expert_parallel.exchange import (
     combine,
     combine_backward,
@@ -25,7 +24,7 @@ from fp8moe.expert_parallel.exchange import (
     prepare_dispatch,
 )
 from fp8moe.expert_parallel.messages import new_rows, part_of
-from fp8moe.expert_parallel.protocols import Comm, Dispatched, Pending, Route
+from fp8moe.expert_parallel.protocols import Comm, Dispatched, Pending, Route, Settings
 
 
 def chunk_bounds(tokens: int, chunks: int) -> list[tuple[int, int]]:
@@ -43,7 +42,7 @@ def overlapped_forward(
     fmt: str | None,
     chunks: int,
     gradients: Collection[str],
-    settings: tuple[str, Activation],
+    settings: Settings,
     experts: Callable[[Dispatched], Any],
 ) -> Any:
     """y [T, H]; ``experts`` computes the results of received rows, chunk by chunk. gradients and settings: as

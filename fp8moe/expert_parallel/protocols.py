@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fp8moe import checks
+from fp8moe.activation import Activation
 from fp8moe.formats import round_up
 from fp8moe.records import Options, PermutationPlan, Record
 
@@ -234,39 +235,90 @@ def overflow(saved: Any) -> list[tuple[Any, Any]]:
     return [(s.route.plan.overflow, s.plan.overflow) for s in (saved, *saved.later)]
 
 
+class Settings(NamedTuple):
+    """What a caller of `dispatch` wants to be equal on all ranks: entries of the header.
+
+    recipe, activation: the layer's; None for neither. gathers_bias: whether a bias is gathered from all ranks
+        after the experts.
+    router: of the layer whose router has chosen the ids, a function that returns a checksum of it, 31 bits,
+        the same one as before, or with True a new one; None for ids from elsewhere.
+    sums_router: whether the backward sums that router's gradient over the ranks.
+    """
+
+    recipe: str | None = None
+    activation: Activation | None = None
+    gathers_bias: bool = False
+    router: Callable[[bool], int] | None = None
+    sums_router: bool = False
+
+
+NO_SETTINGS = Settings()  # of a dispatch without a layer
+
 BACKWARD = "backward"  # name in the header of what a rank's backward sends
-SENT_BY_BACKWARD = ("nothing", "dy", "dy, and dx and dprobs")  # its values
+SENT_BY_BACKWARD = (  # its values
+    "nothing",
+    "dy",
+    "dy, and dx and dprobs",
+    "dy, dx and dprobs, and the router's gradient",
+)
+ROUTER = "router"  # name in the header of a checksum of the router
 
 
-def backward_of(gradients: Collection[str]) -> int:
+def backward_of(gradients: Collection[str], sums_router: bool = False) -> int:
     """What the backward that computes these gradients sends, as an index of `SENT_BY_BACKWARD`."""
-    return 2 if "dx" in gradients or "dprobs" in gradients else min(len(gradients), 1)
+    if "dx" in gradients or "dprobs" in gradients:
+        return 3 if sums_router else 2
+    return min(len(gradients), 1)
+
+
+class DifferentRouters(ValueError):
+    """Raised on all ranks if nothing else in their headers differs than the router's checksum."""
 
 
 def counts_of(gathered: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
     """The result of `Transport.counts`, from each rank's numbers: one count after the other, then its header,
-    which must equal this rank's."""
+    which must equal this rank's. It raises the same kind of error on all ranks."""
     world, numbers = len(gathered), len(gathered[0]) - len(header)
+    wanted = list(header.values())
+    if all(values[numbers:] == wanted for values in gathered):
+        return [tuple(tuple(values[i : i + world]) for values in gathered) for i in range(0, numbers, world)]
     for other, values in enumerate(gathered):
         for name, value in zip(header, values[numbers:], strict=True):
-            if value != header[name] and name == BACKWARD:
-                place = numbers + list(header).index(name)
-                raise _different_backward([values[place] for values in gathered])
-            if value != header[name]:
-                raise ValueError(
-                    f"{name}: rank {rank} has {header[name]}, rank {other} has {value}; wanted the same on "
-                    "all ranks; nothing was sent"
-                )
-    return [tuple(tuple(values[i : i + world]) for values in gathered) for i in range(0, numbers, world)]
+            if value == header[name] or name == ROUTER:
+                continue
+            if name == BACKWARD:
+                raise _different_backward(_ranks_by_value(gathered, numbers, header, name))
+            raise ValueError(
+                f"{name}: rank {rank} has {header[name]}, rank {other} has {value}; wanted the same on all "
+                "ranks; nothing was sent"
+            )
+    raise _different_routers(_ranks_by_value(gathered, numbers, header, ROUTER))
 
 
-def _different_backward(codes: Sequence[int]) -> ValueError:
-    ranks = {code: [rank for rank, other in enumerate(codes) if other == code] for code in sorted({*codes})}
-    plans = "; ".join(f"{SENT_BY_BACKWARD[code]} from ranks {of_code}" for code, of_code in ranks.items())
+def _ranks_by_value(gathered: Any, numbers: int, header: dict[str, int], name: str) -> dict[int, list[int]]:
+    place = numbers + list(header).index(name)
+    ranks: dict[int, list[int]] = {}
+    for rank, values in enumerate(gathered):
+        ranks.setdefault(values[place], []).append(rank)
+    return ranks
+
+
+def _different_backward(ranks: dict[int, list[int]]) -> ValueError:
+    plans = "; ".join(f"{SENT_BY_BACKWARD[code]} from ranks {ranks[code]}" for code in sorted(ranks))
     return ValueError(
         f"gradients: got a backward that will send {plans}; wanted the same from all ranks, since each waits "
-        "for the others' rows; let x require a gradient on all ranks or on none, and run a forward without a "
-        "backward (torch.no_grad(), or gradients=()) on all ranks or on none; nothing was sent"
+        "for the others' rows; let x, and the router's weight, require a gradient on all ranks or on none, "
+        "and run a forward without a backward (torch.no_grad(), or gradients=()) on all ranks or on none; "
+        "nothing was sent"
+    )
+
+
+def _different_routers(ranks: dict[int, list[int]]) -> DifferentRouters:
+    sums = ", ".join(f"{value or 'none'} on ranks {of_value}" for value, of_value in ranks.items())
+    return DifferentRouters(
+        f"router: got weights or configurations with different checksums: {sums}; wanted the same router on "
+        "all ranks; make the layer after torch.manual_seed with one seed for all ranks, or load one state "
+        "dict on all of them; nothing was sent"
     )
 
 
