@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import functools
 import json
 import math
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import fp8moe
-from fp8moe import Routed, RouterConfig, counters
+from fp8moe import Routed, RouterConfig
 from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
 from fp8moe.call import as_codes
@@ -366,8 +368,8 @@ def places_called() -> int:
     return sum("described" in site.kept for site in jax_ffi.live_sites())
 
 
-_host_calls: list[bool] = []  # one entry for each running call
-_calls_done = threading.Event()  # set when a call ends, cleared by `_finish`
+_calling: set[int] = set()  # the threads that run calls
+_last_end = 0.0  # when a call ended, by time.monotonic()
 
 
 @atexit.register
@@ -379,8 +381,10 @@ def _finish() -> None:
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # errors of the program, or of an array deleted meanwhile
             array.block_until_ready()
-    while _calls_done.wait(timeout=0.1) or _host_calls:  # results that no array refers to
-        _calls_done.clear()
+    # results that no array refers to; what this thread has called was ended, maybe by an interrupt
+    start = time.monotonic()
+    while _calling - {threading.get_ident()} or time.monotonic() - max(start, _last_end) < 0.1:
+        time.sleep(0.01)
 
 
 def _execute(call: jax_ffi.Call) -> None:
@@ -411,14 +415,15 @@ def _checked_description(call: jax_ffi.Call) -> Described:
 
 
 def _run_on_host(described: Described, call: jax_ffi.Call) -> None:
-    _host_calls.append(True)
-    counting = counters.active.set(())  # XLA calls this in the caller's thread or in another one
+    global _last_end
+    thread = threading.get_ident()
     try:
-        _run_with_host_arrays(described, call)
+        _calling.add(thread)
+        # not counted by `fp8moe.trace`: XLA calls this in the caller's thread or in another one
+        contextvars.Context().run(_run_with_host_arrays, described, call)
+        _last_end = time.monotonic()
     finally:
-        counters.active.reset(counting)
-        _host_calls.pop()
-        _calls_done.set()
+        _calling.discard(thread)
 
 
 def _run_with_host_arrays(described: Described, call: jax_ffi.Call) -> None:

@@ -272,7 +272,7 @@ def _address(function: Any) -> int:
 # Python that releases a lock, which needs no interpreter. The next compilation drops the sites of free locks.
 
 _sites: dict[int, Site] = {}  # by the address of the lock
-_dropping = threading.Lock()
+_dropping = threading.RLock()  # what a site holds may be released by code that asks for the sites
 _allocate_lock, _acquire_lock, _free_lock = (
     ctypes.PYFUNCTYPE(result, *arguments)((f"PyThread_{verb}_lock", ctypes.pythonapi))
     for verb, result, *arguments in (
@@ -319,18 +319,15 @@ def _add_site(frame: _Frame) -> None:
     address, length = (_Word * 2).from_address(attribute)
     lock = _allocate_lock()
     _acquire_lock(lock, 0)
+    _sites[lock] = Site(ctypes.string_at(address, length))  # first: XLA may call as soon as it has the state
     _state(frame, "set_state", lock)
-    _sites[lock] = Site(ctypes.string_at(address, length))
 
 
 def live_sites() -> list[Site]:
     """The call sites of all programs that are loaded. Those of other programs are dropped."""
-    if _dropping.acquire(blocking=False):
-        try:
-            for lock in [*_sites]:
-                if _acquire_lock(lock, 0):
-                    del _sites[lock]  # first, because another thread may get the memory of the lock
-                    _free_lock(lock)
-        finally:
-            _dropping.release()
+    with _dropping:
+        for lock in [*_sites]:
+            if lock in _sites and _acquire_lock(lock, 0):
+                del _sites[lock]  # first, because another thread may get the memory of the lock
+                _free_lock(lock)
     return [*_sites.values()]

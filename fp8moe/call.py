@@ -130,17 +130,18 @@ class Call:
         self._do(function, *arguments, out=out, **options)
 
     def _do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function of the backend: on the CPU under `DefaultArithmetic`, on CUDA on the stream of the
+        """Call a function of the backend: on the CPU in default arithmetic, on CUDA on the stream of the
         caller's framework."""
         if self.device == "cpu":
-            with load_module("fp8moe.reference.numerics").DefaultArithmetic():
-                return function(*arguments, **options)
+            run = load_module("fp8moe.reference.numerics").in_default_arithmetic
+            return run(function, *arguments, **options)
         stream = self.framework.stream(self.device)
         place = int(self.device), stream, self.framework.scratch, None
         return cuda_launch().run_at(place, function, *arguments, **options)
 
     def count_overwrite(self, raw: RawArray) -> None:
-        """Count that this call has overwritten an array that was given to it, or a part of it."""
+        """Count that this call overwrites an array that was given to it, or a part of it. To be called before
+        it does: an interrupt may come in between."""
         place = place_of(raw)
         if place is None:
             return

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+from fp8moe.scopes import Opening, Scope, is_open
 
 Event = tuple[str, Any]  # a field of `Trace`, and its increment, or the name of the launched operation
 
@@ -55,8 +58,27 @@ active: ContextVar[tuple[Callable[[Event], None], ...]] = ContextVar("fp8moe_tra
 counting = active.get
 
 
-@contextmanager
-def trace() -> Iterator[Trace]:
+class _Counter:
+    """Counts while a block is open; after it, the next event removes it."""
+
+    def __init__(self, opening: Opening, counts: Trace):
+        self._opening, self._counts = weakref.ref(opening), counts
+
+    def __call__(self, event: Event) -> None:
+        if is_open(self._opening):
+            self._counts.count(event)
+        else:
+            active.set(tuple(count for count in counting() if count is not self))
+
+
+class _Tracing(Scope):
+    def enter(self, opening: Opening) -> Trace:
+        counts = Trace()
+        active.set((*counting(), _Counter(opening, counts)))
+        return counts
+
+
+def trace() -> AbstractContextManager[Trace]:
     """Count casts, launches and bytes inside a ``with`` block. Blocks may be nested; each has its own counts.
 
     Only calls of this thread are counted, and none inside ``jax.jit``. torch runs the backward of CUDA
@@ -64,7 +86,7 @@ def trace() -> Iterator[Trace]:
 
     Returns
     -------
-    Iterator of Trace
+    context manager of Trace
         The counts, updated until the block ends.
 
     Examples
@@ -74,12 +96,7 @@ def trace() -> Iterator[Trace]:
     >>> counts.casts
     1
     """
-    counts = Trace()
-    token = active.set((*counting(), counts.count))
-    try:
-        yield counts
-    finally:
-        active.reset(token)
+    return _Tracing()
 
 
 def record(field: str, amount: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,28 +18,25 @@ BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 SYNCHRONISING_BACKENDS = frozenset({"cublas"})
 
 
-class _Scope(threading.local):
-    backend: str | None = None
-    num_sms: int | None = None
+class _Default(threading.local):
+    options: tuple[str | None, int | None] = None, None
 
 
-_scope = _Scope()
+_default = _Default()
 
 
-@contextmanager
-def products_by(backend: str | None, num_sms: int | None = None) -> Iterator[None]:
-    """Within this context, ``backend=None`` and ``num_sms=None`` of a GEMM mean these values. Operations that
-    consist of several GEMMs (`moe_forward`) pass their own options on in this way."""
-    previous = _scope.backend, _scope.num_sms
-    _scope.backend, _scope.num_sms = backend, num_sms
+def products_by(options: tuple[str | None, int | None], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in which ``backend=None`` and ``num_sms=None`` of a GEMM mean these options. Operations
+    that consist of several GEMMs (`moe_forward`) pass their own options on in this way."""
+    before, _default.options = _default.options, options
     try:
-        yield
+        return function(*arguments)
     finally:
-        _scope.backend, _scope.num_sms = previous
+        _default.options = before
 
 
 def _backend_of(call: Call, backend: str | None) -> str | None:
-    backend = _scope.backend if backend is None else backend
+    backend = _default.options[0] if backend is None else backend
     checks.choice("backend", backend, BACKENDS)
     if backend is not None and call.device == "cpu":
         raise not_on_cpu("backend", backend)
@@ -48,7 +44,7 @@ def _backend_of(call: Call, backend: str | None) -> str | None:
 
 
 def _limit_of(call: Call, num_sms: int | None) -> int | None:
-    limit = check_limit(_scope.num_sms if num_sms is None else num_sms)
+    limit = check_limit(_default.options[1] if num_sms is None else num_sms)
     if limit is not None and call.device == "cpu":
         raise not_on_cpu("num_sms", limit)
     return limit

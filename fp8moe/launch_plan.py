@@ -84,11 +84,12 @@ class DryRun(Call):
         if self.device != NOWHERE:
             arguments = (self.device, 0, self.scratch, self), function, *arguments
             function = cuda_launch().run_at
-        counting = counters.active.set((self.events.append,))
+        before = counters.counting()
         try:
+            counters.active.set((self.events.append,))
             return super().perform(function, *arguments, **options)
         finally:
-            counters.active.reset(counting)
+            counters.active.set(before)
 
     _do: Any = staticmethod(operator.call)  # the launchers log their launches
 
@@ -226,6 +227,10 @@ class LaunchPlan:
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:
         """Do the call with the arguments ``given``, which hold ``arrays`` at ``addresses``. Both lists are
         extended by what the call allocates."""
+        for number, start in self._overwritten:
+            if number < self._num_inputs:  # before the launches: an interrupt may come after them
+                count_overwrite((self._device, addresses[number] + start))
+                self._count_in_framework(arrays[number])
         arrays += [None] * self._num_allocated
         addresses += [0] * self._num_allocated
         if self._steps:
@@ -234,9 +239,8 @@ class LaunchPlan:
             for event in self._events:
                 count(event)
         for number, start in self._overwritten:
-            count_overwrite((self._device, addresses[number] + start))
-            if number < self._num_inputs:
-                self._count_in_framework(arrays[number])
+            if number >= self._num_inputs:
+                count_overwrite((self._device, addresses[number] + start))
         for number in self._to_wrap:
             arrays[number] = self._wrap(arrays[number])
         arrays += given

@@ -478,9 +478,9 @@ def _by_plan(
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     forward, *_ = STEPS[recipe]
-    with products_by(backend, num_sms):
-        recomputes = recompute is not None and bool(gradients)
-        y, fields = forward(x, w13, w2, plan, probs, activation, recomputes, gradients)
+    recomputes = recompute is not None and bool(gradients)
+    arguments = x, w13, w2, plan, probs, activation, recomputes, gradients
+    y, fields = products_by((backend, num_sms), forward, *arguments)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
     fields.update(activation=activation, backend=backend, num_sms=num_sms)
@@ -530,8 +530,8 @@ def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[
     rows = saved.plan
     if isinstance(rows, PlacedRows):
         dy = pad_rows(dy, rows)
-    with products_by(saved.backend, saved.num_sms):
-        dx, dprobs, operands = backward_input(saved, dy, gradients)
+    given = saved.backend, saved.num_sms
+    dx, dprobs, operands = products_by(given, backward_input, saved, dy, gradients)
     if isinstance(rows, PlacedRows) and dx is not None:
         dx, dprobs = unpad_rows(dx, rows, dprobs)
     options: dict[str, Any] = {name: getattr(saved, name) for name in ("activation", "backend", "num_sms")}
@@ -542,8 +542,8 @@ def _backward_weight(
     operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
 ) -> tuple[Any, Any]:
     *_, backward_weight = STEPS[operands.recipe]
-    with products_by(operands.backend, operands.num_sms):
-        return backward_weight(operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
+    given = operands.backend, operands.num_sms
+    return products_by(given, backward_weight, operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
 
 
 def moe_backward(

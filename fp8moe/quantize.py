@@ -146,11 +146,10 @@ def quantize(
         checks.writable("out", result, x=array)
     counters.record_cast(weight=block == (128, 128))
     round_up = scale_rounding == "up" if is_mx(block) else pow2
+    if out is not None:
+        call.count_overwrite(_codes(result))
     call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
-    if out is None:
-        return call.leave(result)
-    call.count_overwrite(_codes(result))
-    return out
+    return call.leave(result) if out is None else out
 
 
 @operation
@@ -203,11 +202,10 @@ def quantize_parts(
         checks.writable("out", result, x=given)
     counters.record_cast(weight=True)
     options = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
+    if out is not None:
+        call.count_overwrite(_codes(result))
     call.run("quantize", "quantize_parts", arrays, out=result, **options)
-    if out is None:
-        return call.leave(result)
-    call.count_overwrite(_codes(result))
-    return out
+    return call.leave(result) if out is None else out
 
 
 def quantize_spec(

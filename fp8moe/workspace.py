@@ -154,8 +154,8 @@ class DevicePlan:
         """The address of scratch memory. All calls on a stream share it, as they run one after the other, and
         so do the graphs captured from it; it lives as long as this plan."""
         if stream not in self._memory:
-            with load_module("fp8moe.kernels_cuda.driver").while_capturing():
-                self._memory[stream] = allocate_scratch(self.scratch, device, stream)
+            relaxed = load_module("fp8moe.kernels_cuda.driver").while_capturing
+            self._memory[stream] = relaxed(allocate_scratch, self.scratch, device, stream)
         return self._memory[stream].ptr
 
 

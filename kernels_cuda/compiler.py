@@ -6,6 +6,7 @@ compile``: every source for several architectures, with registers and spills.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib
 import os
@@ -14,12 +15,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from fp8moe.disk_cache import read_entry, write_entry
+from fp8moe.workers import Task, Workers
 
 SOURCES = Path(__file__).resolve().parent
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -132,7 +133,7 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
         return code
     job = _submit(path, architecture, defines)
     prefetch(architecture)
-    return job.result()
+    return job.result()  # type: ignore[no-any-return]
 
 
 def prefetch(architecture: str) -> None:
@@ -152,21 +153,30 @@ def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes])
     return code
 
 
-def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Future[bytes]:
+def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Task:
     """Compiles in a background thread, once per key (NVRTC releases the GIL)."""
     key = _key(path, architecture, defines)
     with _lock:
         if key not in _jobs:
-            _jobs[key] = _threads.submit(
-                cached, path.stem, architecture, key, lambda: compile_source(path, architecture, defines)[0]
+            # more threads slow down Numba, which compiles concurrently
+            _jobs[key] = _workers.submit(
+                *(2, cached, path.stem, architecture, key),
+                lambda: compile_source(path, architecture, defines)[0],
             )
         return _jobs[key]
 
 
-_jobs: dict[str, Future[bytes]] = {}
+_jobs: dict[str, Task] = {}
 _lock = threading.Lock()
-# more threads slow down Numba, which compiles concurrently
-_threads = ThreadPoolExecutor(2, "fp8moe-compile")
+_workers = Workers()
+
+
+@atexit.register
+def _finish() -> None:
+    """Wait for the threads: NVRTC must not compile while the process ends, and the next one finds all
+    kernels."""
+    for job in list(_jobs.values()):
+        job.wait()
 
 
 def _key(path: Path, architecture: str, defines: tuple[str, ...]) -> str:

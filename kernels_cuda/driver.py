@@ -10,8 +10,7 @@ import ctypes
 import struct
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -101,8 +100,7 @@ def launch_kernel() -> Any:
 
 def allow_shared(kernel: int, nbytes: int) -> None:
     """Allow launches of a kernel with this much dynamic shared memory."""
-    with while_capturing():
-        cupy.cuda.driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, nbytes)
+    while_capturing(cupy.cuda.driver.funcSetAttribute, kernel, _MAX_DYNAMIC_SHARED, nbytes)
 
 
 @lru_cache(maxsize=4096)
@@ -142,8 +140,8 @@ def order(before: int, after: int, device: int) -> None:
     except runtime.CUDARuntimeError:  # the default stream, while another stream is captured
         return
     current = runtime.getDevice()
-    runtime.setDevice(device)
     try:
+        runtime.setDevice(device)
         event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         runtime.eventRecord(event, before)
         runtime.streamWaitEvent(after, event)
@@ -152,15 +150,16 @@ def order(before: int, after: int, device: int) -> None:
         runtime.setDevice(current)
 
 
-@contextmanager
-def while_capturing() -> Iterator[None]:
-    """Inside, this thread may load kernels and allocate memory although it is capturing a stream."""
+def while_capturing(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that may load kernels and allocate memory while this thread is capturing a stream."""
+    exchange = _library().cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; the call exchanges it with the current mode
-    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    pointer = ctypes.byref(mode)
     try:
-        yield
+        exchange(pointer)
+        return function(*arguments)
     finally:
-        _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        exchange(pointer)
 
 
 def kept_by_graph(stream: int, memory: Any) -> None:
@@ -171,6 +170,9 @@ def kept_by_graph(stream: int, memory: Any) -> None:
     # The driver calls `destroy` from a thread of its own, maybe while the interpreter shuts down: no Python.
     destroyed, destroy = ctypes.create_string_buffer(32), _libc().sem_post
     _libc().sem_init(destroyed, 0, 0)
+    with _kept_lock:  # first: once the graph has the semaphore, its memory must not be freed
+        _kept[:] = [pair for pair in _kept if _libc().sem_trywait(pair[0])]
+        _kept.append((destroyed, memory))
     error = _library().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), None, None
     )
@@ -178,10 +180,8 @@ def kept_by_graph(stream: int, memory: Any) -> None:
     error = error or _library().cuUserObjectCreate(ctypes.byref(owner), destroyed, destroy, 1, 1)
     error = error or _library().cuGraphRetainUserObject(graph, owner, 1, 1)
     if error:
+        _libc().sem_post(destroyed)
         raise RuntimeError(f"cuGraphRetainUserObject: error {error}")
-    with _kept_lock:
-        _kept[:] = [pair for pair in _kept if _libc().sem_trywait(pair[0])]
-        _kept.append((destroyed, memory))
 
 
 def count_kept_by_graphs() -> int:

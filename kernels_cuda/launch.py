@@ -46,18 +46,18 @@ def run_at(
     """Call a function whose launches all go to one device and stream and use one allocator. With a log they
     are only logged."""
     before, current = _current.place, driver.runtime.getDevice()
-    device = place[0]
-    if current != device or device not in _current.bound:
-        # a new thread, such as one of autograd's, reports device 0 but has no current context
-        driver.runtime.setDevice(device)
-        _current.bound.add(device)
-    _current.place = place
+    device, set_device = place[0], driver.runtime.setDevice
     try:
+        if current != device or device not in _current.bound:
+            # a new thread, such as one of autograd's, reports device 0 but has no current context
+            set_device(device)
+            _current.bound.add(device)
+        _current.place = place
         return function(*args, **options)
-    finally:
-        if current != device:
-            driver.runtime.setDevice(current)
+    finally:  # in this order: an interrupt may come after a call, and not before
         _current.place = before
+        if current != device:
+            set_device(current)
 
 
 def current_device() -> int:
@@ -124,9 +124,8 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str):
         module = cupy.cuda.function.Module()
-        with driver.while_capturing():
-            module.load(code)
-            self._function = module.get_function(name)  # keeps the module loaded
+        driver.while_capturing(module.load, code)
+        self._function = driver.while_capturing(module.get_function, name)  # keeps the module loaded
         self.ptr = self._function.ptr
         self.shared = SHARED
         self.parameters: struct.Struct | None = None
@@ -270,12 +269,12 @@ def run_steps(
 ) -> None:
     """Run the steps of a launch plan (`fp8moe.launch_plan.LaunchPlan`) on a stream. memory, addresses: of the
     plan's buffers, by number; those of buffers that it allocates are filled in."""
-    before, current = _current.place, driver.runtime.getDevice()
-    if current != device or device not in _current.bound:
-        driver.runtime.setDevice(device)  # see `run_at`
-        _current.bound.add(device)
-    _current.place = (device, stream, _outside, None)
+    before, current, set_device = _current.place, driver.runtime.getDevice(), driver.runtime.setDevice
     try:
+        if current != device or device not in _current.bound:
+            set_device(device)  # see `run_at`
+            _current.bound.add(device)
+        _current.place = (device, stream, _outside, None)
         for function, fixed, values, places in steps:
             if function is not None:
                 values = values.copy()  # threads share the plan
@@ -294,9 +293,9 @@ def run_steps(
                         "call this outside of FakeTensorMode, or through fp8moe.adapters.torch_ops"
                     )
     finally:
-        if current != device:
-            driver.runtime.setDevice(current)
         _current.place = before
+        if current != device:
+            set_device(current)
 
 
 # ---------------------------------------------------------------- fills and copies

@@ -17,8 +17,7 @@ import inspect
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,9 @@ _loaded: dict[Any, Any] = {}  # by kernel, device and dtypes; a kernel always ge
 
 def load_numba_kernel(kernel: Kernel, arguments: tuple[Any, ...], device: int) -> Any:
     """The kernel loaded for these argument types."""
-    with driver.while_capturing():  # assembling PTX may call the driver
-        code = cubin(kernel, tuple(map(kind_of, arguments)), driver.architecture(device))
+    # assembling PTX may call the driver
+    given = kernel, tuple(map(kind_of, arguments)), driver.architecture(device)
+    code = driver.while_capturing(cubin, *given)
     return launch.Kernel(code, kernel.__name__)
 
 
@@ -144,20 +144,18 @@ def cubin(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
 
     def compile() -> bytes:
         compiler.prefetch(architecture)  # compiled concurrently, as Numba takes longer than all of them
-        with _without_collecting():
-            return _compile(kernel, kinds, architecture)
+        return _without_collecting(_compile, kernel, kinds, architecture)
 
     return compiler.cached(kernel.__name__, architecture, key, compile)
 
 
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Disables garbage collection: Numba creates a million objects and keeps most, and scanning them takes a
-    twelfth of the time (3.22 to 2.97 s for the kernels of `plan_topk`)."""
+def _without_collecting(function: Callable[..., bytes], *arguments: Any) -> bytes:
+    """Call a function without garbage collection: Numba creates a million objects and keeps most, and
+    scanning them takes a twelfth of the time (3.22 to 2.97 s for the kernels of `plan_topk`)."""
     collects = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        gc.disable()
+        return function(*arguments)
     finally:
         if collects:
             gc.enable()

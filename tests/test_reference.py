@@ -43,9 +43,9 @@ def flushing(function):
 def new_threads():
     """Restarts the thread pool: its threads inherit the floating-point mode of the thread that starts
     them."""
-    numerics.thread_pool.cache_clear()
+    numerics._workers.restart()
     yield
-    numerics.thread_pool.cache_clear()
+    numerics._workers.restart()
 
 
 @pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's threads

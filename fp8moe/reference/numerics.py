@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import hashlib
 import itertools
@@ -10,7 +11,6 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from numba.core.serialize import dumps
 
 from fp8moe.disk_cache import make_folder, read_entry, write_entry
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES, FORMATS, Block
+from fp8moe.workers import Workers
 
 _ALL_CODES = np.arange(256, dtype=np.uint8)
 
@@ -56,27 +57,31 @@ def set_default_arithmetic() -> None:
         set_environment(default)
 
 
-class DefaultArithmetic:
-    """Context in which a thread keeps subnormals and rounds to nearest, and NumPy does not warn of overflow
-    or underflow, as on a GPU.
+def in_default_arithmetic(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function while this thread keeps subnormals and rounds to nearest, and NumPy does not warn of
+    overflow or underflow, as on a GPU.
 
     XLA's threads flush subnormals to zero, new threads inherit their parent's mode, and torch and NumPy let
     the caller choose: results would depend on the calling thread and on earlier calls.
     """
+    # NumPy's mode is a context variable: this copy of the context ends with the call, also with one that an
+    # interrupt (Ctrl-C) ends, which may come before the first instruction of an ``__exit__`` in Python
+    run = contextvars.copy_context().run
+    if (environment := _environment()) is None:
+        return run(_without_warnings, function, arguments, options)
+    get_environment, set_environment, default = environment
+    before = ctypes.create_string_buffer(128)  # fenv_t has at most 32 bytes
+    get_environment(before)
+    try:
+        set_environment(default)
+        return run(_without_warnings, function, arguments, options)
+    finally:
+        set_environment(before)  # a function of C, and the only call here
 
-    def __enter__(self) -> None:
-        self._before = ctypes.create_string_buffer(128)  # fenv_t has at most 32 bytes
-        if (environment := _environment()) is not None:
-            get_environment, set_environment, default = environment
-            get_environment(self._before)
-            set_environment(default)
-        self._errors = np.errstate(all="ignore")
-        self._errors.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._errors.__exit__(None, None, None)
-        if (environment := _environment()) is not None:
-            environment[1](self._before)
+def _without_warnings(function: Callable[..., Any], arguments: Any, options: Any) -> Any:
+    np.seterr(all="ignore")
+    return function(*arguments, **options)
 
 
 #: For values that may overflow their dtype: infinity without a warning, as on a GPU. Rows of no expert may
@@ -235,13 +240,7 @@ def decode_scales(scales: np.ndarray, block: Block) -> np.ndarray:
     return scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 
 
-@cache
-def thread_pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "fp8moe", initializer=set_default_arithmetic)
-
-
-if hasattr(os, "register_at_fork"):  # a forked child does not inherit its parent's threads
-    os.register_at_fork(after_in_child=thread_pool.cache_clear)
+_workers = Workers(prepare=set_default_arithmetic)
 
 
 def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> None:
@@ -255,9 +254,7 @@ def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> N
         loop(0, rows, *args)
         return
     bounds = [rows * i // threads for i in range(threads + 1)]
-    parts = [thread_pool(threads).submit(loop, lo, hi, *args) for lo, hi in itertools.pairwise(bounds)]
-    for part in parts:
-        part.result()
+    _workers.run(loop, [(lo, hi, *args) for lo, hi in itertools.pairwise(bounds)])
 
 
 def expert_ranges(expert_offsets: np.ndarray, rows: int) -> list[tuple[int, int]]:

@@ -1,0 +1,35 @@
+"""Interrupts (Ctrl-C) at the moments at which Python handles signals in a call: at the beginning of a
+function of Python, and after a call of a function of C."""
+
+import random
+import sys
+
+
+def _call(work, moment):
+    """Call work(), with a KeyboardInterrupt at a moment; returns the number of moments that have passed."""
+    passed = 0
+
+    def handler(frame, event, argument):
+        nonlocal passed
+        if event in ("call", "c_return"):
+            passed += 1
+            if passed == moment:
+                raise KeyboardInterrupt
+
+    sys.setprofile(handler)
+    try:
+        work()
+    except KeyboardInterrupt:
+        assert passed == moment
+    finally:
+        sys.setprofile(None)
+    return passed - 1  # the last one is setprofile's
+
+
+def at_moments(work, most=400):
+    """Call work() again and again, each time with a KeyboardInterrupt at another moment: at every one, or at
+    ``most`` that are drawn; yields after each call."""
+    count = _call(work, None)
+    for moment in random.sample(range(1, count + 1), min(most, count)):
+        _call(work, moment)
+        yield moment
