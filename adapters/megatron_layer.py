@@ -78,7 +78,6 @@ REFUSED = {
 REFUSED_IN_FP8 = {"fp8_wgrad": (True,)}
 #: the same for `FP8FlowMoELayer`
 REFUSED_BY_LAYER = {
-    "moe_shared_expert_overlap": (False,),
     "moe_pad_expert_input_to_capacity": (False,),
     "moe_router_padding_for_quantization": (False,),
     "moe_router_padding_for_fp8": (False, None),
@@ -92,7 +91,8 @@ def refused_with(recipe: str) -> dict[str, tuple[Any, ...]]:
 
 
 def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, ...]]) -> None:
-    """Raises NotImplementedError for fields of a config that would otherwise be ignored."""
+    """Raises NotImplementedError for fields of a config that would otherwise be ignored, and ValueError for
+    experts that cannot be split over the expert-tensor-parallel ranks."""
     for name, accepted in refused.items():
         value = getattr(config, name, accepted[0])
         if value not in accepted:
@@ -105,10 +105,11 @@ def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, 
                 f"offload_modules: got {sorted(offloaded)}; wanted none of them, because these experts do "
                 "not have the tensors"
             )
-    tensor_parallel = pg_collection.expt_tp.size()
-    if tensor_parallel > 1:
-        raise NotImplementedError(
-            f"expert_tensor_parallel_size: got {tensor_parallel}; wanted 1: experts are not split over ranks"
+    ranks = pg_collection.expt_tp.size()
+    if config.moe_ffn_hidden_size % ranks:
+        raise ValueError(
+            f"moe_ffn_hidden_size: got {config.moe_ffn_hidden_size}; wanted a multiple of {ranks}, the "
+            "expert_tensor_parallel_size"
         )
 
 
@@ -157,8 +158,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     """Experts that replace Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
 
     They work with any of Megatron's dispatchers (allgather, alltoall, DeepEP, HybridEP), which permute the
-    rows. Bias, expert tensor parallelism, activations of no `Activation` and other unsupported options raise
-    NotImplementedError when the module is created.
+    rows, and with expert tensor parallelism sum the ranks' partial results. Bias, activations of no
+    `Activation` and other unsupported options raise NotImplementedError when the module is created.
 
     Parameters
     ----------
@@ -182,12 +183,14 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     Notes
     -----
     weight1 [E, 2F, H], gates before ups ([E, F, H] without a gate), and weight2 [E, H, F] are the weights of
-    this rank's experts, in ``params_dtype``. In a distributed checkpoint they have the keys, shapes and
-    sharding of `SequentialMLP`, so either module loads the other's checkpoint, with another number of ranks
-    too. They are initialised like `SequentialMLP`'s weights, in the same order. With the FP8 recipes the
-    products add the weight gradients to ``main_grad``. ``state_dict`` of weights sharded by Megatron-FSDP
-    raises if there are several expert-parallel ranks. Megatron's Muon optimizer, which is for matrices,
-    leaves these weights with three dimensions to the optimizer of the other parameters.
+    this rank's experts, in ``params_dtype``, where F is ``moe_ffn_hidden_size`` divided by the number of
+    expert-tensor-parallel ranks, each of which has a part of every expert. In a distributed checkpoint they
+    have the keys, shapes and sharding of `SequentialMLP`, so either module loads the other's checkpoint, with
+    another number of ranks too. They are initialised like `SequentialMLP`'s weights, in the same order. With
+    the FP8 recipes the products add the weight gradients to ``main_grad``. ``state_dict`` of weights sharded
+    by Megatron-FSDP raises if there are several expert-parallel or expert-tensor-parallel ranks. Megatron's
+    Muon optimizer, which is for matrices, leaves these weights with three dimensions to the optimizer of the
+    other parameters.
 
     Examples
     --------
@@ -227,8 +230,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             )
         self._options = dataclasses.replace(self._options, activation=activation_of(config))
         self._num_local_experts = num_local_experts
-        self.ep_group, self.dp_group = groups.ep, groups.expt_dp
-        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size // self.tp_group.size()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         place: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         rows = self.activation.columns(ffn)
@@ -236,7 +239,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, hidden, ffn, **place))
         set_tensor_model_parallel_attributes(self.weight1, True, 1, rows // ffn)
         set_tensor_model_parallel_attributes(self.weight2, True, 2, 1)
-        shared = self.ep_group.size() == 1 and groups.tp.size() == 1
+        shared = self.ep_group.size() == 1 and groups.tp.size() == self.tp_group.size()
         for weight in (self.weight1, self.weight2):
             # expert data parallelism averages its gradient over the ranks that hold the same experts
             weight.allreduce = shared  # type: ignore[attr-defined]
@@ -247,14 +250,18 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         self.register_state_dict_post_hook(_refuse_equal_keys)
 
     def _initialize(self) -> None:
-        pair = (self.weight1, self.config.init_method), (self.weight2, self.config.output_layer_init_method)
+        first, second = self.config.init_method, self.config.output_layer_init_method
+        rank, ranks = self.tp_group.rank(), self.tp_group.size()
         with torch.no_grad():
             for expert in range(self.num_local_experts):
-                for weight, init_method in pair:
+                for weight, init_method, dim in ((self.weight1, first, 0), (self.weight2, second, 1)):
                     if self.config.use_cpu_initialization:
-                        initial = torch.empty(weight.shape[1:], dtype=torch.float32)
-                        init_method(initial)
-                        weight[expert].copy_(initial)
+                        shape, halves = list(weight.shape[1:]), weight.partition_stride
+                        shape[dim] *= ranks
+                        whole = torch.empty(shape, dtype=torch.float32)
+                        init_method(whole)
+                        parts = whole.unflatten(dim, (halves, ranks, -1))
+                        weight[expert].copy_(parts.select(dim + 1, rank).flatten(dim, dim + 1))
                     else:
                         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                             init_method(weight[expert])
@@ -280,14 +287,15 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         permuted_probs : Tensor, floating point, [N] or [T, k]
             Factor of each row's output, or of each expert's output for a token.
         topk_ids : Tensor, int64, [T, k], or None
-            Global expert ids of tokens.
+            Global expert ids of tokens. With expert tensor parallelism each rank's part of an expert has an
+            id of its own, and permuted_probs repeats the expert's factor for each.
         comm : Comm or None
             With topk_ids: communicator for dispatch and combine; None for one rank.
 
         Returns
         -------
         rows : Tensor, [N, H]
-            The outputs.
+            The outputs; with expert tensor parallelism and no topk_ids, this rank's summand of them.
         bias : None
             Always None.
 
@@ -374,15 +382,16 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             When saving in a format with flattened tensors.
         """
         singleton = bool((metadata or {}).get("singleton_local_shards", False))
-        rank, ranks = self.ep_group.rank(), self.ep_group.size()
-        places = _Places(tuple(sharded_offsets), rank, ranks, self.num_local_experts, singleton)
-        replica = (0, 0, self.dp_group.rank())
+        places = _Places(
+            tuple(sharded_offsets), self.ep_group, self.tp_group, self.num_local_experts, singleton
+        )
+        replica, extra = ((0, rank, self.dp_group.rank()) for rank in (0, self.tp_group.rank()))
         state: dict[str, Any] = {}
-        halves = 2 if self.activation.gated else 1
-        for weight, layer, parts in ((self.weight1, "linear_fc1", halves), (self.weight2, "linear_fc2", 1)):
-            build = functools.partial(_pieces, places=places, layer=layer, parts=parts)
+        for dim, (name, layer) in enumerate((("weight1", "linear_fc1"), ("weight2", "linear_fc2"))):
+            weight = getattr(self, name)
+            parts = weight.partition_stride
+            build = functools.partial(_pieces, places=places, layer=layer, dim=dim, parts=parts)
             merge = functools.partial(_merged, parts=parts)
-            name = "weight1" if weight is self.weight1 else "weight2"
             state[prefix + name] = ShardedTensorFactory(
                 f"{prefix}experts.{layer}.weight", weight, build, merge, replica
             )
@@ -390,7 +399,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
                 # empty entries, because every module with a get_extra_state has one in a checkpoint
                 key = f"{prefix}experts.{places.number(expert)}{layer}._extra_state"
                 state[f"{prefix}expert{places.first + expert}.{layer}._extra_state"] = (
-                    make_sharded_object_for_checkpoint(None, key, places.offsets(expert), replica)
+                    make_sharded_object_for_checkpoint(None, key, places.offsets(expert), extra)
                 )
         return state
 
@@ -398,9 +407,10 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
 class _Places:
     """Positions of the local experts in a checkpoint."""
 
-    def __init__(self, offsets: tuple[Any, ...], rank: int, ranks: int, experts: int, singleton: bool):
+    def __init__(self, offsets: tuple[Any, ...], ep_group: Any, tp_group: Any, experts: int, singleton: bool):
         self.outer, self.singleton = offsets, singleton
-        self.first, self.total = rank * experts, ranks * experts
+        self.first, self.total = ep_group.rank() * experts, ep_group.size() * experts
+        self.tp_rank, self.tp_ranks = tp_group.rank(), tp_group.size()
 
     def number(self, expert: int) -> str:
         """Expert number for keys of a single expert."""
@@ -410,6 +420,12 @@ class _Places:
         if self.singleton:
             return self.outer
         return (*self.outer, (len(self.outer), self.first + expert, self.total))
+
+    def part(self, axis: int, part: int, parts: int) -> tuple[int, int, int]:
+        """This rank's piece of a dimension that consists of ``parts``, each split over the ranks."""
+        if self.singleton:  # a key per part
+            return axis, self.tp_rank, self.tp_ranks
+        return axis, part * self.tp_ranks + self.tp_rank, parts * self.tp_ranks
 
 
 @torch.no_grad()
@@ -421,10 +437,12 @@ def _pieces(
     *,
     places: _Places,
     layer: str,
+    dim: int,
     parts: int,
 ) -> list[ShardedTensor]:
-    """Splits a weight, or the optimizer state of one, into each expert's ``parts``. key: the factory's key,
-    with the prefixes that Megatron has added since."""
+    """Splits a weight, or the optimizer state of one, into each expert's ``parts``. dim: of an expert, that
+    is split over the expert-tensor-parallel ranks. key: the factory's key, with the prefixes that Megatron
+    has added since."""
     if flattened_range is not None:
         raise NotImplementedError(
             "flattened_range: got one; wanted None; use a checkpoint format with whole tensors "
@@ -436,11 +454,10 @@ def _pieces(
     for expert, weight in enumerate(weights):
         offsets = places.offsets(expert)
         for part, piece in enumerate(weight.chunk(parts)):
-            name, piece_offsets = prefix + places.number(expert) + suffix, offsets
+            name = prefix + places.number(expert) + suffix
             if parts == 2 and places.singleton:
                 name += ("_w", "_v")[part]
-            elif parts == 2:
-                piece_offsets = (*offsets, (len(offsets), part, 2))
+            piece_offsets = *offsets, places.part(len(offsets) + dim, part, parts)
             pieces.append(
                 ShardedTensor.from_rank_offsets(
                     name, piece, *piece_offsets, replica_id=replica_id, prepend_axis_num=len(offsets)
@@ -460,24 +477,36 @@ def _without_extra_state(_: Any, state_dict: dict[str, Any], prefix: str, *rest:
 
 
 def _refuse_equal_keys(experts: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Shards of `fully_shard` or Megatron-FSDP have the same keys on all expert-parallel ranks, of which a
-    distributed checkpoint would keep one rank's."""
-    ranks = experts.ep_group.size()
-    if ranks > 1 and isinstance(state_dict.get(prefix + "weight1"), DTensor):
-        raise NotImplementedError(
-            f"{prefix}weight1: got a DTensor with expert_model_parallel_size={ranks}, whose checkpoint would "
-            "hold one rank's experts; wanted Megatron's DistributedDataParallel, whose checkpoints "
-            "sharded_state_dict describes, or expert_model_parallel_size=1"
-        )
+    """Shards of `fully_shard` or Megatron-FSDP have the same keys on all expert-parallel and
+    expert-tensor-parallel ranks, of which a distributed checkpoint would keep one rank's."""
+    if not isinstance(state_dict.get(prefix + "weight1"), DTensor):
+        return
+    for kind, group in (("model", experts.ep_group), ("tensor", experts.tp_group)):
+        if group.size() > 1:
+            raise NotImplementedError(
+                f"{prefix}weight1: got a DTensor with expert_{kind}_parallel_size={group.size()}, whose "
+                "checkpoint would hold one rank's experts; wanted Megatron's DistributedDataParallel, whose "
+                f"checkpoints sharded_state_dict describes, or expert_{kind}_parallel_size=1"
+            )
 
 
 class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
-    """Dispatcher that leaves tokens in place; the experts' operation dispatches them itself."""
+    """Dispatcher that leaves tokens in place; the experts' operation dispatches them itself.
+
+    With expert tensor parallelism that operation takes each rank's part of an expert for an expert of its
+    own, so that rows travel once, in its own format, and the parts' outputs are summed with those of the
+    token's other experts, in float32.
+    """
 
     def __init__(self, config: Any, pg_collection: Any):
         super().__init__(config=config, pg_collection=pg_collection)
         self.topk_ids: Tensor | None = None
         self._shape = torch.Size()
+        # [E + 1, parts]: the parts' numbers by expert, rank by rank; -1 for the id -1
+        parts, experts = self.tp_size, config.num_moe_experts // self.ep_size
+        numbers = torch.arange(config.num_moe_experts * parts).view(self.ep_size, parts, experts)
+        numbers = numbers.transpose(1, 2).reshape(-1, parts)
+        self._parts = torch.cat((numbers, torch.full((1, parts), -1)))
         # outputs of a CUDA graph that contains the router only
         self.cudagraph_attrs = ["topk_ids"]
 
@@ -485,10 +514,21 @@ class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         self._shape = tokens.shape
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(tokens)
         self.topk_ids, topk_probs = chosen(routing_map, probs, self.config.moe_router_topk)
+        if self.tp_size > 1:
+            self._parts = self._parts.to(probs.device)  # once
+            self.topk_ids = self._parts[self.topk_ids].flatten(1)
+            topk_probs = topk_probs.repeat_interleave(self.tp_size, dim=1)
         return tokens.reshape(-1, tokens.shape[-1]), topk_probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shared_experts is not None:
+            # all of it before the experts, in whose dispatch the host waits for row counts
+            self.shared_experts.linear_fc1_forward_and_act()
+            self.shared_experts.linear_fc2_forward()
+            self.shared_experts.post_forward_comm()
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
@@ -502,7 +542,8 @@ class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         self.topk_ids = None
-        return hidden_states.view(self._shape)
+        output = hidden_states.view(self._shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
 
 def chosen(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
@@ -542,11 +583,13 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     -----
     Create it like `MoELayer`, by a layer spec (see `use_fp8_flow`) or directly. ``moe_token_dispatcher_type``
     of the config has no effect. Router, shared experts, auxiliary losses, capacity (dropped tokens),
-    ``recompute_modules`` and expert parallelism follow the config, and so do the layers that
-    ``first_last_layers_bf16`` selects, which use the bf16 recipe; the experts are `FP8FlowExperts`, which
-    documents their checkpoints and unsupported options. The layer does not support
-    ``moe_shared_expert_overlap``, padding of the routing, or CUDA graphs that contain the experts with
-    expert_model_parallel_size > 1, because each forward then reads row counts on the host.
+    ``recompute_modules``, expert parallelism and expert tensor parallelism follow the config, and so do the
+    layers that ``first_last_layers_bf16`` selects, which use the bf16 recipe; the experts are
+    `FP8FlowExperts`, which documents their checkpoints and unsupported options. With
+    ``moe_shared_expert_overlap`` the shared experts run on a stream of their own beside dispatch, experts and
+    combine. The layer does not support padding of the routing, or CUDA graphs that contain the experts on
+    several expert-parallel or expert-tensor-parallel ranks, because each forward then reads row counts on the
+    host, or any CUDA graphs with ``moe_shared_expert_overlap``.
 
     Examples
     --------
@@ -590,7 +633,15 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         self._recipe = recipe
         self._set_recipe()
         self.token_dispatcher = _Dispatcher(config, groups)
-        self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None
+        if self.shared_experts is not None and config.moe_shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+            if getattr(config, "cuda_graph_impl", "none") != "none":
+                raise NotImplementedError(
+                    f"cuda_graph_impl: got {config.cuda_graph_impl!r} with moe_shared_expert_overlap; wanted "
+                    "'none', or moe_shared_expert_overlap=False"
+                )
+        group = _group_of_parts(groups)
+        self._comm = ProcessGroup(group) if group.size() > 1 else None
         if self._comm is not None:
             _refuse_captured_experts(config)
 
@@ -633,6 +684,20 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         return self.experts(rows, None, probs, topk_ids=ids, comm=self._comm)  # type: ignore[no-any-return]
 
 
+def _group_of_parts(groups: Any) -> Any:
+    """The group over whose ranks, in their order, the experts' parts are distributed."""
+    ranks = groups.expt_tp.size()
+    if ranks == 1:
+        return groups.ep
+    of_ep, of_both = (torch.distributed.get_process_group_ranks(g) for g in (groups.ep, groups.tp_ep))
+    if of_ep != of_both[groups.expt_tp.rank() :: ranks]:
+        raise NotImplementedError(
+            f"pg_collection: got the ranks {of_ep} as ep and {of_both} as tp_ep; wanted the "
+            'expert-tensor-parallel ranks next to each other in tp_ep, as with order="tp-cp-ep-dp-pp"'
+        )
+    return groups.tp_ep
+
+
 def _refuse_captured_experts(config: Any) -> None:
     implementation = getattr(config, "cuda_graph_impl", "none")
     scope = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
@@ -640,7 +705,8 @@ def _refuse_captured_experts(config: Any) -> None:
     if implementation != "none" and (not names or names & {"full", "moe", "full_iteration"}):
         raise NotImplementedError(
             f"cuda_graph_impl: got {implementation!r} around the experts with "
-            f"expert_model_parallel_size={config.expert_model_parallel_size}; wanted 'none', or a scope "
+            f"expert_model_parallel_size={config.expert_model_parallel_size} and "
+            f"expert_tensor_parallel_size={config.expert_tensor_parallel_size}; wanted 'none', or a scope "
             "without the experts, such as moe_router"
         )
 

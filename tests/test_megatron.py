@@ -1,9 +1,12 @@
 """The adapter inside megatron-core: the permutation, ``fused=True`` compared with ``fused=False``, and the
 MoE layer compared with Megatron's own experts."""
 
+import contextlib
 import importlib
 import inspect
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -356,36 +359,35 @@ def test_the_gradients_of_distributed_data_parallel():
 
 
 def test_layer_matches_megatrons_own_experts(tmp_path):
-    """Losses, gradients, checkpoints and the distributed optimizer, with one expert-parallel rank and with
-    two."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    """Losses, gradients, checkpoints and the distributed optimizer, with one and two expert-parallel ranks,
+    and with experts split over expert-tensor-parallel ranks."""
+    ports = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            free = stack.enter_context(socket.socket())
+            free.bind(("127.0.0.1", 0))
+            ports.append(str(free.getsockname()[1]))
     folder = Path(__file__).parent
-    code = "import megatron_rank; megatron_rank.main()"
-    paths = os.pathsep.join([str(folder), str(folder.parent), *sys.path])
-    running = []
-    for rank in range(2):
-        with (tmp_path / f"{rank}.txt").open(
-            "w"
-        ) as output:  # not a pipe, which Megatron's child processes would keep open
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code, str(rank), "2", port, str(tmp_path)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
-                )
-            )
+    code = "import sys, megatron_rank; megatron_rank.start(*sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), *ports],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), *sys.path]),
+            "PYTHONWARNINGS": "ignore",
+        },
+        start_new_session=True,
+    )
     try:
-        for rank, process in enumerate(running):
-            process.wait(timeout=400)
-            output = (tmp_path / f"{rank}.txt").read_text()
-            assert output.rstrip().endswith("right"), output[-4000:]
+        process.wait(timeout=400)
     finally:
-        for process in running:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for output in (tmp_path / f"{rank}.txt" for rank in range(4)):
+        assert output.read_text().rstrip().endswith("right"), output.read_text()[-4000:]
 
 
 def groups(**sizes):
@@ -478,7 +480,7 @@ def test_activations(options, activation):
             {},
         ),
         ("glu_linear_offset", {"gated_linear_unit": False, "glu_linear_offset": 1.0}, {}),
-        ("expert_tensor_parallel_size", {}, {"expt_tp": 2}),
+        ("moe_ffn_hidden_size", {}, {"expt_tp": 3}),
         ("moe_apply_probs_on_input", {"then": {"moe_apply_probs_on_input": True}}, {}),
         ("delay_wgrad_compute", {"then": {"delay_wgrad_compute": True}}, {}),
         ("overlap_moe_expert_parallel_comm", {"then": {"overlap_moe_expert_parallel_comm": True}}, {}),
@@ -500,7 +502,6 @@ def test_activations(options, activation):
         ("batch_invariant_mode", {"then": {"batch_invariant_mode": True}}, {}),
         ("quant_recipe", {"then": {"quant_recipe": object()}}, {}),
         ("fp8_wgrad", {"then": {"fp8_wgrad": False}}, {}),
-        ("moe_shared_expert_overlap", {"then": {"moe_shared_expert_overlap": True}}, {}),
         ("moe_pad_expert_input_to_capacity", {"then": {"moe_pad_expert_input_to_capacity": True}}, {}),
         ("moe_router_padding_for", {"then": {"moe_router_padding_for_quantization": True}}, {}),
         ("recipe", {"own": {"recipe": "fp8"}}, {}),
@@ -515,6 +516,21 @@ def test_unsupported_options_raise_in_the_constructor(name, options, sizes):
         setattr(given_config, field, value)
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name}[a-z_0-9]*: got"):
         megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), **own)
+
+
+def test_the_guide_lists_what_is_refused():
+    """The table in docs/how-to/megatron.md: "refused" by both forms, or by the layer alone."""
+    guide = (Path(__file__).parents[1] / "docs/how-to/megatron.md").read_text()
+    cells = [line.strip("|").split(" | ") for line in guide.splitlines() if line.startswith("| `")]
+    refused = [set(), set()]
+    for settings, *forms in cells:
+        for form, (names, verdict) in enumerate((settings, f) for f in forms):
+            if "refused" in (forms[0] if verdict.strip() == "the same" else verdict):
+                refused[form] |= set(re.findall(r"`(\w+)", names))
+    layer = importlib.import_module("fp8moe.adapters.megatron_layer")
+    modules = {"offload_modules", "expert_fc1", "moe_act", "fused_group_mlp"}
+    of_both = {*layer.REFUSED, *layer.REFUSED_IN_FP8, *modules}
+    assert refused == [of_both | set(layer.REFUSED_BY_LAYER), of_both | {"first_last_layers_bf16"}]
 
 
 def test_first_and_last_layers_in_bf16(monkeypatch):
