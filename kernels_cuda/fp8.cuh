@@ -67,7 +67,7 @@ struct Rule {
 __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, u8* exponent_code) {
   if (amax <= 0x7f800000u) amax = max(amax, __float_as_uint(rule.eps));
   const bool degenerate = amax == 0u || amax >= 0x7f800000u;
-  const int emax = rule.fmt == 0 ? 8 : 15, exponent = (int)(amax >> 23) - 127;
+  const int emax = rule.fmt == 0 ? 8 : 15;
   if (rule.mx) {
     // amax / max is a subnormal float here: one bit of amax above 2^-127 is rounded away
     const u32 above = rule.up ? ABOVE_LIMIT - (amax < (u32)(emax + 1) << 23) : 0u;
