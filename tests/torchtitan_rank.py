@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torchtitan.distributed import parallel_dims
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.qwen3 import model_registry
@@ -25,12 +26,16 @@ parallel_dims.device_type = "cpu"  # without CUDA torchtitan would assume a GPU
 degrees = {"dp_replicate": 1, "dp_shard": WORLD, "cp": 1, "tp": 1, "pp": 1, "ep": WORLD}
 
 
-def results(layer, x, dy):
-    x = x.clone().requires_grad_()
+def results(forward, x, dy, layer=None, *rest):
+    layer, x = forward if layer is None else layer, x.clone().requires_grad_()
     layer.zero_grad()
-    y = layer(x)
+    y = forward(x, *rest)
     y.backward(dy)
     return [y.detach(), x.grad], {n: p.grad for n, p in layer.named_parameters()}
+
+
+def checkpointed(module):
+    return lambda *given: checkpoint(module, *given, use_reentrant=False)
 
 
 for backend, recipe in (("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow")):
@@ -48,10 +53,23 @@ for backend, recipe in (("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow"))
     layer.parallelize(dims)
     generator = torch.Generator().manual_seed(RANK)
     x, dy = (torch.randn(2, 8, plain.router.gate.weight.shape[1], generator=generator) for _ in range(2))
-    rows, grads = results(layer, x, dy)
-    wanted, wanted_grads = results(plain, x, dy)
+    experts, num_experts = layer.routed_experts, plain.routed_experts.inner_experts.num_experts
+    ids = torch.randint(0, num_experts, (2, 8, 2), generator=generator)
+    counts = torch.bincount(ids.ravel(), minlength=num_experts)
+    arguments = x, torch.rand(2, 8, 2, generator=generator), ids, counts
+    # compiled and checkpointed, as torchtitan's blocks are: the first thing that the process computes
+    torch.compiler.reset()
+    block = torch.compile(checkpointed(experts), backend="aot_eager", fullgraph=True)
+    compiled, of_compiled = results(block, x, dy, experts, *arguments[1:])
+    y, of_eager = results(experts, x, dy, experts, *arguments[1:])
     # sums of two ranks' rows, in bfloat16 for FP8; weight gradients in another order
     bound = 2.0**-7 if recipe == "fp8_flow" else 2.0**-16
+    for actual, true in ((compiled, y), (of_compiled.values(), of_eager.values())):
+        for a, b in zip(actual, true, strict=True):
+            a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
+            assert (a - b).norm() <= bound * b.norm()
+    rows, grads = results(layer, x, dy)
+    wanted, wanted_grads = results(plain, x, dy)
     for actual, true in zip(rows, wanted, strict=True):
         assert (actual - true).norm() <= bound * true.norm(), (recipe, actual.shape)
     for name, grad in grads.items():
@@ -63,17 +81,6 @@ for backend, recipe in (("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow"))
         true = true.chunk(WORLD)[RANK]  # this rank's experts
         assert local.shape == true.shape
         assert (local - true).norm() <= bound * true.norm(), (recipe, name)
-    torch.compiler.reset()
-    experts, num_experts = layer.routed_experts, plain.routed_experts.inner_experts.num_experts
-    ids = torch.randint(0, num_experts, (2, 8, 2), generator=generator)
-    arguments = (
-        x,
-        torch.rand(2, 8, 2, generator=generator),
-        ids,
-        torch.bincount(ids.ravel(), minlength=num_experts),
-    )
-    y = torch.compile(experts, backend="aot_eager", fullgraph=True)(*arguments)
-    assert (y - experts(*arguments)).norm() <= bound * y.norm()
     # as weight averaging does
     assert torch.equal(copy.deepcopy(experts)(*arguments), experts(*arguments))
 # the weights are gathered for calls of the module that fully_shard was given
