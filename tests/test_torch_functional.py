@@ -175,13 +175,14 @@ def test_backward_of_one_padded_and_biased_tensor_under_autocast_to_float16(reci
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("recipe", "compiled"), [("fp8_flow", False), ("fp8_blockwise", False), ("bf16", False), ("bf16", True)]
 )
-def test_a_biased_row_depends_on_itself_alone(recipe, compiled):
+def test_a_biased_row_depends_on_itself_alone(recipe, compiled, device):
     """y and the gradients of x and of the probabilities, bit for bit: alone, among other rows, in another
-    order, and given as rows of their experts. The products of "bf16" on the CPU are BLAS's, which depend on
-    the number of rows, so there they are of zeros."""
+    order, and given as rows of their experts. The products of "bf16" may be BLAS's, which depend on the
+    number of rows, so there they are of zeros."""
     tokens, experts, k, hidden = 60, 16, 4, 77
     torch.compiler.reset()
     x, dy = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
@@ -189,6 +190,7 @@ def test_a_biased_row_depends_on_itself_alone(recipe, compiled):
     if recipe == "bf16":
         w13, w2 = torch.zeros_like(w13), torch.zeros_like(w2)
     ids, probs = torch.rand(tokens, experts).topk(k).indices - 1, torch.rand(tokens, k)  # some without expert
+    x, dy, w13, w2, bias2, ids, probs = (a.to(device) for a in (x, dy, w13, w2, bias2, ids, probs))
 
     def step(door, rows, routing, probs):
         leaves = [a.clone().requires_grad_() for a in (x[rows], probs[rows], bias2)]
@@ -196,7 +198,7 @@ def test_a_biased_row_depends_on_itself_alone(recipe, compiled):
         y = call(leaves[0], w13, w2, routing, leaves[1], recipe=recipe, bias2=leaves[2])
         return [y.detach(), *torch.autograd.grad(y, leaves, dy[rows])]
 
-    every, order = torch.arange(tokens), torch.randperm(tokens)
+    every, order = torch.arange(tokens, device=device), torch.randperm(tokens, device=device)
     whole = step(moe_experts, every, ids, probs)
     assert torch.equal(step(moe_experts, every, ids, probs)[3], whole[3])
     for rows in (order[:3],) if compiled else (order, order[:7], order[:3], *order[:4, None]):
