@@ -197,7 +197,7 @@ def replica_of(name: str, w: Tensor) -> Tensor:
 
 
 class _Replica(torch.autograd.Function):
-    """`replica_of` in eager mode: DTensor's own operations take the host 0.1 ms more in a step."""
+    """`replica_of` in eager mode: DTensor's own operations take the host 17 us in a forward, this takes 6."""
 
     @staticmethod
     def forward(ctx, w):  # type: ignore[no-untyped-def]
@@ -226,7 +226,7 @@ def checksum(tensors: Iterable[Tensor], start: Any, mesh: DeviceMesh) -> int:
                 continue
             t = t._local_tensor
         data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        value = zlib.crc32(data.numpy(), value)
+        value = zlib.crc32(memoryview(data.numpy()), value)
     return value >> 1 or 1
 
 
