@@ -491,6 +491,11 @@ def quantize_fp8_weights(
     >>> w13.rowwise.shape, w2.rowwise.shape
     ((4, 256, 256), (4, 256, 128))
     """
+    checks.options("activation", activation, Activation)
+    if out is not None and not (isinstance(out, tuple) and [type(o) for o in out] == [Quantized, Quantized]):
+        raise TypeError(
+            f"out: got {type(out).__name__}; wanted the two Quantized of an earlier call, or None"
+        )
     halves = halves_of(activation.kind)
     weights = _checked_weights(w13, w2, bias13, "fp8_flow", halves)
     if bias13 is None:

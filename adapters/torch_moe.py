@@ -235,10 +235,12 @@ class FP8FlowMoE(nn.Module):
         if topk > num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self._hidden, self._ffn, self._num_experts, self._topk = hidden, ffn, num_experts, topk
+        normalize_probs = checks.flag("normalize_probs", normalize_probs)
         options = {"device": device, "dtype": dtype}
         accepted = (*_DTYPES, torch.float64) if recipe == "bf16" else _DTYPES
-        if (torch.get_default_dtype() if dtype is None else dtype) not in accepted:
-            fix = '; pass recipe="bf16"' if dtype == torch.float64 else ""
+        given = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(given, torch.dtype) or given not in accepted:
+            fix = '; pass recipe="bf16"' if given is torch.float64 else ""
             raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, accepted))}{fix}")
         if router is True:
             router = RouterConfig(topk, renormalize=normalize_probs)

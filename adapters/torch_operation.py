@@ -33,7 +33,7 @@ from fp8moe.adapters.torch_library import (
     refuse_export,
 )
 from fp8moe.docstrings import differentiable_in, docstring_of
-from fp8moe.interop.torch import check_memory
+from fp8moe.interop.torch import check_memory, nested
 from fp8moe.record_trees import METADATA_TYPES, arrays_in
 from fp8moe.records import Options
 
@@ -197,6 +197,10 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
         return values
 
     def check_arrays(values: Values) -> None:
+        for name, value in values.items():
+            for a in arrays_in(value):
+                if isinstance(a, Tensor) and a.is_nested:
+                    raise nested(name)
         for name in arrays:
             value = values[name]
             if type(value) in PLAIN:
@@ -285,9 +289,9 @@ def check_tensor(name: str, x: Any, *, may_be_sharded: bool = False) -> None:
             f"ranks; wanted a plain tensor; pass {name}.to_local()"
         )
     if x.is_nested:
-        raise TypeError(
-            f"{name}: got a nested tensor; wanted a tensor of one shape; pass torch.cat({name}.unbind())"
-        )
+        raise nested(name)
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: got layout {x.layout}; wanted a strided tensor; pass {name}.to_dense()")
     plain = type(x) in _PLAIN and x.layout is torch.strided and not x.is_meta
     if plain and not torch.compiler.is_compiling():
         try:

@@ -328,6 +328,9 @@ def quantize_weights(
 ) -> Quantized:
     refuse_transforms("x")
     weights = x if isinstance(x, tuple) else (x,)
+    if not weights:
+        raise ValueError("x: got an empty tuple; wanted a tensor, or a tuple of them")
+    checks.flag("transposed", transposed)
     for i, w in enumerate(weights):
         check_float(f"x[{i}]" if isinstance(x, tuple) else "x", w)
     weights = tuple(w.detach() for w in weights)

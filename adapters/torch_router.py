@@ -26,6 +26,7 @@ from fp8moe import Routed, RouterConfig, checks
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch_operation import (
+    DIFFERENTIABLE,
     check_float,
     check_tensor,
     mm_without_autocast,
@@ -83,6 +84,9 @@ class Router(nn.Module):
     ):
         super().__init__()
         hidden = checks.integer("hidden", hidden, 1)
+        expert_bias = checks.flag("expert_bias", expert_bias)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DIFFERENTIABLE):
+            raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, DIFFERENTIABLE))}")
         self._num_experts = checks.integer("num_experts", num_experts, 1)
         self.config = config
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
@@ -160,6 +164,7 @@ class Router(nn.Module):
         refuse_transforms("Router")
         check_float("x", x, 2)
         weight = replica_of("weight", self.weight)
+        pass_rows = checks.flag("pass_rows", pass_rows)
         check_float("weight", weight, 2)  # one on meta would select experts by undefined numbers
         if x.ndim != 2 or x.shape[1] != weight.shape[1]:
             hidden = weight.shape[1]
@@ -216,6 +221,9 @@ def route(
     """
     refuse_transforms("route")
     check_tensor("logits", logits)
+    checks.options("config", config, RouterConfig)
+    if expert_bias is not None:
+        check_tensor("expert_bias", expert_bias)
     bias = None if expert_bias is None else expert_bias.detach()
     return Routed(*_route_with_grad(logits.contiguous(), bias, _scalars_of(config), num_sequences))
 

@@ -17,19 +17,23 @@ from fp8moe.grouped_gemm import (
     not_on_cpu,
 )
 from fp8moe.interop import Device
+from fp8moe.permuted_rows import PlacedRows
 from fp8moe.quantize import times_overwritten
 from fp8moe.recipes import (
     ALIGN_SIZE,
     GRADIENTS,
+    RECIPES,
+    RECOMPUTE,
     Saved,
     SavedForWeights,
     parts_of,
 )
-from fp8moe.records import Quantized, QuantTensor
+from fp8moe.record_trees import is_metadata
+from fp8moe.records import PermutationPlan, Quantized, QuantTensor
 
 
 def check_gradients(gradients: Any) -> None:
-    if isinstance(gradients, str) or not isinstance(gradients, Collection):
+    if isinstance(gradients, str) or not isinstance(gradients, Collection) or hasattr(gradients, "dtype"):
         raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
     for name in gradients:
         checks.choice("gradients", name, GRADIENTS)
@@ -238,11 +242,51 @@ def check_backend(
     )
 
 
+def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
+    """Check the kinds of a record's fields, which `dataclasses.replace` may have altered; arrays: the names
+    of those that are arrays or None."""
+    for field, wanted in (("recipe", RECIPES), ("recompute", RECOMPUTE), ("backend", BACKENDS)):
+        checks.choice(f"{name}.{field}", getattr(record, field), wanted)
+    if record.num_sms is not None:
+        checks.integer(f"{name}.num_sms", record.num_sms, 2)
+    checks.options(f"{name}.activation", record.activation, Activation)
+    if not isinstance(record.plan, (PermutationPlan, PlacedRows)):
+        raise TypeError(f"{name}.plan: got {type(record.plan).__name__}; wanted the forward's")
+    later = record.later
+    if type(later) is not tuple or not all(isinstance(chunk, type(record)) for chunk in later):
+        raise TypeError(
+            f"{name}.later: got {type(later).__name__}; wanted a tuple of {type(record).__name__}"
+        )
+    for field in arrays:
+        value = getattr(record, field)
+        if value is None:
+            continue
+        if is_metadata(value) or isinstance(value, (list, tuple)):
+            raise TypeError(f"{name}.{field}: got {type(value).__name__}; wanted the forward's array")
+        if isinstance(value, QuantTensor) != (record.recipe != "bf16" and field in _IN_FP8):
+            raise TypeError(
+                f"{name}.{field}: got a {type(value).__name__}; wanted what {record.recipe!r} saves"
+            )
+
+
+_IN_FP8 = frozenset(("x", "a", "dy", "dh"))
+
+
 def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     """Check that the forward saved what the gradients need, and that no FP8 weight was overwritten since.
     Returns the gradients."""
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted the second result of moe_forward")
+    check_fields("saved", saved, ("probs", "x", "h", "a"))
+    for field in ("w13", "w2"):
+        weight = getattr(saved, field)
+        if weight is None:
+            continue
+        quantised = isinstance(weight, (Quantized, QuantTensor))
+        if is_metadata(weight) or isinstance(weight, (list, tuple)) or quantised != (saved.recipe != "bf16"):
+            raise TypeError(f"saved.{field}: got {type(weight).__name__}; wanted the forward's weights")
+    if type(saved.overwritten) is not tuple or len(saved.overwritten) != 2:
+        raise TypeError(f"saved.overwritten: got {type(saved.overwritten).__name__}; wanted the forward's")
     check_gradients(gradients)
     if gradients and saved.w13 is None:
         raise ValueError(
@@ -268,7 +312,8 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
         check_comm(comm)
     if (comm is None) != (saved.route is None):
         raise ValueError(
-            f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward"
+            f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward "
+            "(saved.route)"
         )
     return tuple(gradients)
 
@@ -377,6 +422,10 @@ def _check_outputs(
 
 def check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
     """Check that no accumulator is given for a gradient that is not requested."""
+    if isinstance(dw13, tuple) and len(dw13) != 2:
+        raise ValueError(
+            f"dw13: got a tuple of {len(dw13)}; wanted an array, or a tuple of two, of w1 and w3"
+        )
     for name, given in (("dw13", dw13), ("dw2", dw2)):
         if any(part is not None for part in parts_of(given)) and name not in gradients:
             raise ValueError(f"{name}: got an array to add to, but gradients has no {name!r}; wanted both")

@@ -28,6 +28,7 @@ from fp8moe.layer_checks import (
     check_backward,
     check_before_sending,
     check_dy,
+    check_fields,
     check_gradients,
     check_layer,
     check_operands,
@@ -109,7 +110,8 @@ def quantize_weights(
     >>> fp8moe.quantize_weights((w1, w3), rows=128).rowwise.shape
     (2, 256, 256)
     """
-    if not isinstance(x, tuple) and (parts, rows, columns, transposed) == (1, None, None, False):
+    whole = rows is None and columns is None and transposed is False
+    if whole and not isinstance(x, tuple) and type(parts) is int and parts == 1:
         return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)  # type: ignore[no-any-return]
     options: dict[str, Any] = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
     return quantize_parts(x, fmt=fmt, **options, out=out)  # type: ignore[no-any-return]
@@ -782,6 +784,13 @@ def moe_backward_weight(
         raise TypeError(
             f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
         )
+    check_fields("operands", operands, ("dy", "a", "dh", "x"))
+    for pair in (("dy", "a"), ("dh", "x")):
+        missing = [name for name in pair if getattr(operands, name) is None]
+        if len(missing) == 1:
+            raise ValueError(
+                f"operands.{missing[0]}: got None; wanted it with {' and '.join(pair)}, or neither"
+            )
     operands = _limited(operands, num_sms)
     wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
     check_wanted(dw13, dw2, wanted)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
-from fp8moe.formats import BFLOAT16
+from fp8moe.formats import BFLOAT16, LAYOUTS
 from fp8moe.layout import blocked_rows_spec
 from fp8moe.plan import (
     NumOutTokens,
@@ -106,7 +106,8 @@ def _permute(
         zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
     if zero_unweighted and probs is None:
         raise ValueError("zero_unweighted: got True without probs; wanted probs, or False")
-    if layout != "compact":
+    if not isinstance(layout, str) or layout != "compact":
+        checks.choice("layout", layout, LAYOUTS)
         data = call.empty(blocked_rows_spec(x, plan, layout))
     else:
         data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
@@ -180,6 +181,11 @@ def permute_and_pad(
     a = call.args
     if num_experts is None:
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
+    elif a.routing_map.dtype not in checks.INTEGERS:
+        raise TypeError(
+            f"num_experts: got {num_experts!r} with a routing_map of {a.routing_map.dtype.name}; wanted None "
+            "with a mask [T, E], or int32 or int64 ids [T, k]"
+        )
     elif topk is not None:
         raise ValueError("topk: got one with num_experts; wanted None, because ids [T, k] determine it")
     else:

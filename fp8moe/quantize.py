@@ -167,6 +167,8 @@ def quantize_parts(
     call = enter(x=x, out=out)
     given, result = call.args.x, call.args.out
     arrays = given if isinstance(given, tuple) else (given,)
+    if not arrays:
+        raise ValueError("x: got an empty tuple; wanted an array, or a tuple of them")
     checks.flag("transposed", transposed)
     parts = checks.integer("parts", parts, 1)
     if isinstance(given, tuple):

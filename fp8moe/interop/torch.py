@@ -34,6 +34,12 @@ class _CpuMemory:
         self.__array_interface__ = {"data": (ptr, False), "shape": shape, "typestr": dtype.str, "version": 3}
 
 
+def nested(name: str) -> TypeError:
+    return TypeError(
+        f"{name}: got a nested tensor; wanted a tensor of one shape; pass torch.cat({name}.unbind())"
+    )
+
+
 def check_memory(name: str, x: Any) -> None:
     """Refuse a strided tensor with elements whose storage has no memory for them: torch does not notice, and
     reads past the end."""
@@ -63,6 +69,7 @@ class Torch(Framework):
     def view(self, x: Any, name: str) -> RawArray:
         torch = sys.modules["torch"]
         try:
+            shape = x.shape
             if x.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
                     f"{name}: got a tensor that requires grad, but this function does not record gradients; "
@@ -71,7 +78,7 @@ class Torch(Framework):
             if not x.is_contiguous():
                 if x.layout is not torch.strided:
                     raise RuntimeError("no strides")
-                raise not_contiguous(name, tuple(x.shape), x.stride(), f"{name}.contiguous()")
+                raise not_contiguous(name, tuple(shape), x.stride(), f"{name}.contiguous()")
             if x.is_neg():
                 raise ValueError(f"{name}: got a view that negates its memory; pass {name}.resolve_neg()")
             dtype = _NUMPY_DTYPES.get(x.dtype)
@@ -82,15 +89,17 @@ class Torch(Framework):
             check_memory(name, x)
             ptr = x.data_ptr()
             if x.is_cuda:
-                return DeviceArray(ptr, x.shape, dtype, x.get_device(), x)
+                return DeviceArray(ptr, shape, dtype, x.get_device(), x)
         except RuntimeError as error:  # sparse, MKL-DNN and nested tensors, and those inside torch.func.vmap
+            if x.is_nested:
+                raise nested(name) from None
             raise TypeError(
                 f"{name}: got a tensor of layout {x.layout} without a single memory address "
                 f"({str(error).splitlines()[0]}); wanted a strided tensor outside torch.func's transforms; "
                 f"pass {name}.to_dense(), or use fp8moe.adapters.torch_ops"
             ) from None
         if not x.numel():
-            return np.empty(tuple(x.shape), dtype)
+            return np.empty(tuple(shape), dtype)
         return np.asarray(_CpuMemory(x, ptr, plain_dtype(dtype))).view(dtype)
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
