@@ -440,28 +440,30 @@ def route(
     *,
     expert_bias: Any = None,
     num_sequences: int | None = None,
+    padding_mask: Any = None,
 ) -> Routed:
-    return _route(*jax_calls.vary_alike(logits, expert_bias), config, num_sequences)
+    return _route(*jax_calls.vary_alike(logits, expert_bias, padding_mask), config, num_sequences)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _route(logits, expert_bias, config, num_sequences):  # type: ignore[no-untyped-def]
-    return _route_op(logits, config, expert_bias=expert_bias, num_sequences=num_sequences)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _route(logits, expert_bias, padding_mask, config, num_sequences):  # type: ignore[no-untyped-def]
+    options = {"expert_bias": expert_bias, "padding_mask": padding_mask}
+    return _route_op(logits, config, num_sequences=num_sequences, **options)
 
 
-def _route_fwd(logits, expert_bias, config, num_sequences):  # type: ignore[no-untyped-def]
-    routed = _route(logits, expert_bias, config, num_sequences)
-    return routed, (logits, expert_bias, routed.topk_ids, routed.tokens_per_expert)
+def _route_fwd(logits, expert_bias, padding_mask, config, num_sequences):  # type: ignore[no-untyped-def]
+    routed = _route(logits, expert_bias, padding_mask, config, num_sequences)
+    return routed, (logits, expert_bias, padding_mask, routed.topk_ids, routed.tokens_per_expert)
 
 
 def _route_bwd(config, num_sequences, residuals, grads):  # type: ignore[no-untyped-def]
-    logits, expert_bias, ids, counts = residuals
-    losses = {}
+    logits, expert_bias, padding_mask, ids, counts = residuals
+    losses = {"padding_mask": padding_mask}
     if counts is not None:
-        losses = {"grad_aux_loss": grads.aux_loss, "grad_z_loss": grads.z_loss, "tokens_per_expert": counts}
+        losses |= {"grad_aux_loss": grads.aux_loss, "grad_z_loss": grads.z_loss, "tokens_per_expert": counts}
     grad = route_backward(grads.topk_probs, logits, ids, config, **losses)
     # the bias changes only the choice of experts, so its gradient is zero
-    return grad, None if expert_bias is None else jax.numpy.zeros_like(expert_bias)
+    return grad, None if expert_bias is None else jax.numpy.zeros_like(expert_bias), None
 
 
 _route.defvjp(_route_fwd, _route_bwd)

@@ -32,7 +32,7 @@ from fp8moe.adapters.torch_operation import (
     refuse_partitioned,
     refuse_transforms,
 )
-from fp8moe.adapters.torch_router import Router
+from fp8moe.adapters.torch_router import Router, padding_of_rows
 from fp8moe.adapters.torch_sharding import (
     Ranks,
     as_shard,
@@ -355,6 +355,7 @@ class FP8FlowMoE(nn.Module):
         topk_ids: Tensor | None = None,
         topk_probs: Tensor | None = None,
         *,
+        padding_mask: Tensor | None = None,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
         """Compute the experts of tokens.
@@ -367,6 +368,10 @@ class FP8FlowMoE(nn.Module):
             With ``topk_probs``: expert ids of another router, used instead of this layer's.
         topk_probs : Tensor or None, floating point, [T, k]
             With ``topk_ids``: their probabilities.
+        padding_mask : Tensor or None, bool, [T] or x's leading dimensions
+            True where a token is padding, as in `fp8moe.route` (of an attention mask of ones and zeros pass
+            ``attention_mask == 0``). Such tokens go to no expert: their outputs and gradients are zeros, and
+            no weight gets a gradient from them, whatever their values and ids.
         is_first_microbatch : bool or None
             True quantises the weights and keeps the copies; False uses the copies of the last forward with
             True, whose weights must be unchanged; None quantises the weights for this forward only, or uses
@@ -403,10 +408,11 @@ class FP8FlowMoE(nn.Module):
         if self._has_explicit_backend() and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens, announced = x.reshape(-1, self.hidden), None
+        padding = padding_of_rows(padding_mask, x)
         if topk_ids is None or topk_probs is None:
             self._check_router()
             announced = self._announced()
-            routed = self.route(tokens)
+            routed = self.route(tokens) if padding is None else self.route(tokens, padding_mask=padding)
             if len(routed) != 3:
                 raise ValueError(
                     f"route: got {len(routed)} results; wanted (rows, ids, probabilities); return the tokens "
@@ -420,17 +426,21 @@ class FP8FlowMoE(nn.Module):
                 f"topk_ids: got shape {list(topk_ids.shape)}; wanted [T, {self._topk}], by the layer's topk; "
                 "make the layer with the other router's topk"
             )
+        if padding is not None and topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
+            topk_ids = topk_ids.masked_fill(padding[:, None], -1)
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch, announced)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
-    def route(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def route(self, tokens: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, ...]:
         """Select the experts of tokens, in the forward; subclasses may override it.
 
         Parameters
         ----------
         tokens : Tensor, floating point, [T, H]
             Input of the forward, flattened.
+        padding_mask : Tensor or None, bool, [T]
+            The forward's, flattened; a forward without one does not pass it.
 
         Returns
         -------
@@ -448,7 +458,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
             )
-        return self.router(tokens, pass_rows=True)  # type: ignore[no-any-return]
+        return self.router(tokens, padding_mask=padding_mask, pass_rows=True)  # type: ignore[no-any-return]
 
     def quantize_weights(self) -> None:
         """Quantise the weights now and keep the FP8 copies.

@@ -134,7 +134,12 @@ class Router(nn.Module):
             self.expert_bias = bias.detach().float()
 
     def forward(
-        self, x: Tensor, num_sequences: int | None = None, *, pass_rows: bool = False
+        self,
+        x: Tensor,
+        num_sequences: int | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        pass_rows: bool = False,
     ) -> tuple[Tensor, ...]:
         """Select the experts of each row, in float32, also under autocast.
 
@@ -144,6 +149,10 @@ class Router(nn.Module):
             Rows of tokens.
         num_sequences : int or None
             Number of sequences of equal length in the rows, for losses, as in `fp8moe.route`.
+        padding_mask : Tensor or None, bool, [T]
+            True where a row is padding, as in `fp8moe.route` (of an attention mask of ones and zeros pass
+            ``attention_mask == 0``). Such rows have no expert (ids -1, probabilities 0) and are in no loss
+            and no count; they are read as zeros, so that NaN in them reaches no gradient.
         pass_rows : bool
             Whether to return x too, for the experts: the product that computes the router's gradient of x
             then adds the experts' gradient in the same pass.
@@ -171,7 +180,10 @@ class Router(nn.Module):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [T, {hidden}]; pass x.reshape(-1, {hidden})"
             )
-        return _route_rows(x, weight, self.expert_bias, self.config, num_sequences, pass_rows)
+        padding = padding_of_rows(padding_mask, x)
+        if padding is not None:  # zeros times NaN would be a gradient of the weight
+            x = x.masked_fill(padding[:, None], 0)
+        return _route_rows(x, weight, self.expert_bias, padding, self.config, num_sequences, pass_rows)
 
     def extra_repr(self) -> str:
         experts, hidden = getattr(self.weight, "ds_shape", self.weight.shape)  # of DeepSpeed's ZeRO-3
@@ -184,6 +196,7 @@ def route(
     *,
     expert_bias: Tensor | None = None,
     num_sequences: int | None = None,
+    padding_mask: Tensor | None = None,
 ) -> Routed:
     """`fp8moe.route`, with a gradient for logits through the probabilities and the losses.
 
@@ -197,6 +210,8 @@ def route(
         Added to the scores only for the selection of experts; it has no gradient.
     num_sequences : int or None
         As in `fp8moe.route`.
+    padding_mask : Tensor or None, bool, [T]
+        As in `fp8moe.route`: True where a token is padding.
 
     Returns
     -------
@@ -225,7 +240,29 @@ def route(
     if expert_bias is not None:
         check_tensor("expert_bias", expert_bias)
     bias = None if expert_bias is None else expert_bias.detach()
-    return Routed(*_route_with_grad(logits.contiguous(), bias, _scalars_of(config), num_sequences))
+    padding = padding_of_rows(padding_mask, logits)
+    return Routed(*_route_with_grad(logits.contiguous(), bias, padding, _scalars_of(config), num_sequences))
+
+
+def padding_of_rows(padding_mask: Any, x: Tensor) -> Tensor | None:
+    """A mask of x's padding tokens as [T]: it has x's leading dimensions, or one for all tokens."""
+    if padding_mask is None:
+        return None
+    check_tensor("padding_mask", padding_mask)
+    if padding_mask.dtype != torch.bool:
+        raise TypeError(f"padding_mask: got dtype {padding_mask.dtype}; wanted torch.bool, {checks.PADDING}")
+    if padding_mask.device != x.device:
+        raise TypeError(
+            f"padding_mask: got a tensor on {padding_mask.device}; wanted {x.device}, where the tokens are; "
+            f"pass padding_mask.to({str(x.device)!r})"
+        )
+    leading = x.shape[:-1]
+    if padding_mask.shape not in (leading, (math.prod(leading),)):
+        raise ValueError(
+            f"padding_mask: got shape {list(padding_mask.shape)}; wanted {list(leading)}, one element for "
+            f"each token; a mask is not broadcast"
+        )
+    return padding_mask.reshape(-1).contiguous()
 
 
 def parts(a: Tensor) -> list[Tensor]:
@@ -319,9 +356,14 @@ def _config_of(scalars: tuple[Any, ...]) -> RouterConfig:
 
 @operator("route")
 def _route(
-    logits: Tensor, expert_bias: Tensor | None, config: RouterConfig, num_sequences: int | None
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    padding_mask: Tensor | None,
+    config: RouterConfig,
+    num_sequences: int | None,
 ) -> list[Any]:
-    routed = fp8moe.route(logits, config, expert_bias=expert_bias, num_sequences=num_sequences)
+    options: Any = {"expert_bias": expert_bias, "padding_mask": padding_mask}
+    routed = fp8moe.route(logits, config, num_sequences=num_sequences, **options)
     return [routed.topk_ids, routed.topk_probs, routed.aux_loss, routed.z_loss, routed.tokens_per_expert]
 
 
@@ -333,46 +375,50 @@ def _route_backward(
     tokens_per_expert: Tensor | None,
     grad_aux_loss: Tensor | None,
     grad_z_loss: Tensor | None,
+    padding_mask: Tensor | None,
     config: RouterConfig,
     split: bool,
 ) -> Tensor:
     losses: Any = {"tokens_per_expert": tokens_per_expert, "grad_aux_loss": grad_aux_loss}
-    losses["grad_z_loss"] = grad_z_loss
+    losses |= {"grad_z_loss": grad_z_loss, "padding_mask": padding_mask}
     return fp8moe.route_backward(grad_probs, logits, topk_ids, config, split=split, **losses)
 
 
-def _forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any, *others: Any) -> Any:
+def _forward(
+    ctx: Any, logits: Any, bias: Any, padding: Any, config: Any, num_sequences: Any, *others: Any
+) -> Any:
     """Forward of a `torch.autograd.Function`. It saves the tensors for `_gradient` and ``others``, for the
     caller."""
-    results = tuple(_route.run(logits, bias, _config_of(config), num_sequences))
+    results = tuple(_route.run(logits, bias, padding, _config_of(config), num_sequences))
     ids, counts = results[0], results[4:]
     ctx.mark_non_differentiable(ids, *counts)
-    ctx.save_for_backward(logits, ids, *others, *counts)
+    ctx.save_for_backward(logits, ids, padding, *others, *counts)
     ctx.config = config
     return results
 
 
 def _gradient(ctx: Any, saved: Any, grads: Any, split: bool) -> Tensor:
-    """Gradient of the logits. saved: logits, ids and counts. grads: gradients of the results of
+    """Gradient of the logits. saved: logits, ids, mask and counts. grads: gradients of the results of
     `_forward`."""
-    logits, ids, *counts = saved
+    logits, ids, padding, *counts = saved
     _, dprobs, *loss_grads = grads
     loss_grads = loss_grads[:2] or (None, None)
     counts = counts[0] if counts else None
     config = _config_of(ctx.config)
-    return _route_backward.run(dprobs.contiguous(), logits, ids, counts, *loss_grads, config, split)  # type: ignore[no-any-return]
+    losses = counts, *loss_grads, padding
+    return _route_backward.run(dprobs.contiguous(), logits, ids, *losses, config, split)  # type: ignore[no-any-return]
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any) -> Any:
-        return _forward(ctx, logits, bias, config, num_sequences)
+    def forward(ctx: Any, logits: Any, bias: Any, padding: Any, config: Any, num_sequences: Any) -> Any:
+        return _forward(ctx, logits, bias, padding, config, num_sequences)
 
     @staticmethod
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _gradient(ctx, ctx.saved_tensors, grads, False), None, None, None
+        return _gradient(ctx, ctx.saved_tensors, grads, False), None, None, None, None
 
 
 class _RouteRows(torch.autograd.Function):
@@ -380,21 +426,23 @@ class _RouteRows(torch.autograd.Function):
     directly; the first result is x itself, if pass_rows is set."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, w: Any, bias: Any, config: Any, num_sequences: Any, pass_rows: bool) -> Any:
+    def forward(
+        ctx: Any, x: Any, w: Any, bias: Any, padding: Any, config: Any, num_sequences: Any, pass_rows: bool
+    ) -> Any:
         ctx.pass_rows = pass_rows
         with torch.autocast(x.device.type, enabled=False):
-            results = _forward(ctx, _product(x, w), bias, config, num_sequences, x, w)
+            results = _forward(ctx, _product(x, w), bias, padding, config, num_sequences, x, w)
         return (x.view_as(x), *results) if pass_rows else results
 
     @staticmethod
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, ids, x, w, *counts = ctx.saved_tensors
+        logits, ids, padding, x, w, *counts = ctx.saved_tensors
         row_grad, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
-        grad = _gradient(ctx, (logits, ids, *counts), grads, True)
+        grad = _gradient(ctx, (logits, ids, padding, *counts), grads, True)
         with torch.autocast(x.device.type, enabled=False):
-            return *_product_backward(grad, x, w, row_grad, asked_for(ctx)), None, None, None, None
+            return *_product_backward(grad, x, w, row_grad, asked_for(ctx)), *[None] * 5
 
 
 _route_with_grad = differentiable(_Route)
@@ -405,13 +453,14 @@ def _route_rows(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
+    padding: Tensor | None,
     config: RouterConfig,
     num_sequences: int | None,
     pass_rows: bool,
 ) -> tuple[Tensor, ...]:
     scalars = _scalars_of(config)
     if _on_tensor_cores(x, w):
-        return tuple(_route_rows_with_grad(x, w, bias, scalars, num_sequences, pass_rows))
+        return tuple(_route_rows_with_grad(x, w, bias, padding, scalars, num_sequences, pass_rows))
     logits = mm_without_autocast(x.float(), w.float().t())
-    results = _route_with_grad(logits, bias, scalars, num_sequences)
+    results = _route_with_grad(logits, bias, padding, scalars, num_sequences)
     return (x, *results) if pass_rows else tuple(results)

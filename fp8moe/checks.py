@@ -43,6 +43,7 @@ from fp8moe.records import (
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
+BOOL = np.dtype(np.bool_)
 INTEGERS = (INT32, np.dtype(np.int64))
 MASKS = tuple(
     np.dtype(name)
@@ -357,6 +358,18 @@ def quant_tensor(
     else:
         shape(f"{name}.scales", q.scales, wanted)
     return q
+
+
+def padding_mask(mask: Any, tokens: int) -> None:
+    """Check a mask of padding tokens, bool [T]. Of other dtypes nothing says whether 1 is padding, as here,
+    or a token, as in attention masks."""
+    if mask is not None:
+        dtype("padding_mask", mask, (BOOL,), PADDING)
+        shape("padding_mask", mask, (tokens,))
+
+
+#: what a mask of padding tokens has to be, for errors
+PADDING = "True where a token is padding; pass attention_mask == 0 for an attention mask of ones and zeros"
 
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:

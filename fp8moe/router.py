@@ -78,15 +78,16 @@ class Routed(Record):
     Attributes
     ----------
     topk_ids : ArrayLike, int32, [T, k]
-        Each token's experts, by descending score; among equal scores, the lower id first.
+        Each token's experts, by descending score; among equal scores, the lower id first. -1 for a padding
+        token.
     topk_probs : ArrayLike, float32, [T, k]
-        Their weights.
+        Their weights; 0 for a padding token.
     aux_loss : ArrayLike, float32, [1], or None
         Load balancing loss, without coefficient; it is 1 if all experts are selected equally often.
     z_loss : ArrayLike, float32, [1], or None
         Mean of the squared log-sum-exp of the logits.
     tokens_per_expert : ArrayLike, int32, [S, E], or None
-        Number of tokens of each sequence that selected each expert.
+        Number of tokens of each sequence that selected each expert, without padding.
     """
 
     topk_ids: Any
@@ -103,6 +104,7 @@ def route(
     *,
     expert_bias: ArrayLike | None = None,
     num_sequences: int | None = None,
+    padding_mask: ArrayLike | None = None,
 ) -> Routed:
     """Select each token's experts and compute their weights.
 
@@ -119,7 +121,11 @@ def route(
         2408.15664).
     num_sequences : int or None
         S: compute the losses, for S consecutive sequences of equal length; 1: over all tokens. None: no
-        losses.
+        losses. Sequences of unequal length are padded to the longest one's, with ``padding_mask``.
+    padding_mask : ArrayLike, bool, [T], or None
+        True where a token is padding (an attention mask of ones and zeros is its opposite: pass
+        ``attention_mask == 0``). A padding token has ids -1 and weights 0, is in no loss and no count, and
+        its logits, which may be NaN, get a gradient of zeros. None: no token is padding.
 
     Returns
     -------
@@ -140,9 +146,11 @@ def route(
 
     aux_loss is the mean over sequences of E / (k L^2) * sum over experts of c[e] * P[e]. L is the sequence's
     number of tokens, c[e] the number of its tokens that selected e, and P[e] the sum over its tokens of e's
-    score divided by the sum of all experts' scores. This is DeepSeek-V3's sequence-wise loss (arXiv
-    2412.19437, equations 17 to 20). For S = 1 it is the loss of Switch Transformers (arXiv 2101.03961,
-    equation 4) divided by k; Mixtral's loss is k times it. z_loss is equation 5 of ST-MoE (arXiv 2202.08906).
+    score divided by the sum of all experts' scores. Padding tokens are in none of them, and a sequence of
+    padding tokens only is not in the mean: the losses are those of the other tokens alone, and 0 without any.
+    This is DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, equations 17 to 20). For S = 1 it is the loss
+    of Switch Transformers (arXiv 2101.03961, equation 4) divided by k; Mixtral's loss is k times it. z_loss
+    is equation 5 of ST-MoE (arXiv 2202.08906).
 
     Examples
     --------
@@ -153,9 +161,10 @@ def route(
     >>> routed.topk_probs.astype(float).round(3).tolist()
     [[0.714, 0.286], [0.857, 0.143]]
     """
-    call = enter(logits=logits, expert_bias=expert_bias)
+    call = enter(logits=logits, expert_bias=expert_bias, padding_mask=padding_mask)
     a = call.args
     tokens, experts = _check(a.logits, config)
+    checks.padding_mask(a.padding_mask, tokens)
     if a.expert_bias is not None:
         checks.dtype("expert_bias", a.expert_bias, (checks.FLOAT32,))
         checks.shape("expert_bias", a.expert_bias, (experts,))
@@ -175,7 +184,7 @@ def route(
             None if sequences is None else ArraySpec((sequences, experts), int32),
         )
     )
-    call.run("router", "route", a.logits, a.expert_bias, config=config, out=out)
+    call.run("router", "route", a.logits, a.expert_bias, a.padding_mask, config=config, out=out)
     return call.leave(out)  # type: ignore[no-any-return]
 
 
@@ -189,6 +198,7 @@ def route_backward(
     tokens_per_expert: ArrayLike | None = None,
     grad_aux_loss: ArrayLike | None = None,
     grad_z_loss: ArrayLike | None = None,
+    padding_mask: ArrayLike | None = None,
     split: bool = False,
 ) -> Any:
     """Gradient of `route` with respect to the logits.
@@ -204,11 +214,14 @@ def route_backward(
     config : RouterConfig
         The forward's.
     tokens_per_expert : ArrayLike, int32, [S, E], or None
-        The forward's result; required with ``grad_aux_loss``.
+        The forward's result; required with ``grad_aux_loss``, and with ``grad_z_loss`` and ``padding_mask``:
+        its sums are the numbers of tokens that are no padding.
     grad_aux_loss : ArrayLike, float32, [1], or None
         Gradient of ``aux_loss``.
     grad_z_loss : ArrayLike, float32, [1], or None
         Gradient of ``z_loss``.
+    padding_mask : ArrayLike, bool, [T], or None
+        The forward's.
     split : bool
         Return the float32 gradient g as three bfloat16 arrays side by side, [T, 3E]: a = bf16(g), b = bf16(g
         - a), c = bf16(g - a - b). A GEMM of them on bfloat16 tensor cores is as accurate as one in float32.
@@ -223,7 +236,7 @@ def route_backward(
     TypeError
         For a wrong dtype.
     ValueError
-        For a wrong shape, or a gradient of ``aux_loss`` without ``tokens_per_expert``.
+        For a wrong shape, or a gradient of a loss without the ``tokens_per_expert`` that it requires.
 
     Examples
     --------
@@ -239,9 +252,11 @@ def route_backward(
         tokens_per_expert=tokens_per_expert,
         grad_aux_loss=grad_aux_loss,
         grad_z_loss=grad_z_loss,
+        padding_mask=padding_mask,
     )
     a = call.args
     tokens, experts = _check(a.logits, config)
+    checks.padding_mask(a.padding_mask, tokens)
     checks.dtype("grad_probs", a.grad_probs, (checks.FLOAT32,))
     checks.shape("grad_probs", a.grad_probs, (tokens, config.topk))
     checks.dtype("topk_ids", a.topk_ids, (checks.INT32,))
@@ -256,10 +271,9 @@ def route_backward(
                 f"tokens_per_expert: got {sequences} sequences for {tokens} tokens; wanted the array that "
                 "route returned"
             )
-    elif grad_aux_loss is not None:
-        raise ValueError(
-            "tokens_per_expert: got None with grad_aux_loss; wanted the array that route returned"
-        )
+    elif grad_aux_loss is not None or (grad_z_loss is not None and padding_mask is not None):
+        with_ = "grad_aux_loss" if grad_aux_loss is not None else "grad_z_loss and padding_mask"
+        raise ValueError(f"tokens_per_expert: got None with {with_}; wanted the array that route returned")
     for name, grad in (("grad_aux_loss", a.grad_aux_loss), ("grad_z_loss", a.grad_z_loss)):
         if grad is not None:
             checks.dtype(name, grad, (checks.FLOAT32,))
@@ -277,6 +291,7 @@ def route_backward(
         a.tokens_per_expert,
         a.grad_aux_loss,
         a.grad_z_loss,
+        a.padding_mask,
         config=config,
         split=split,
         out=out,

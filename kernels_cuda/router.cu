@@ -5,7 +5,7 @@
 // (at most 2 ulp); the reference rounds float64 once.
 #ifndef PER_LANE
 #define PER_LANE 4  // E <= 32 * PER_LANE
-#define LOSSES 0    // whether route_tokens writes partial sums for the losses
+#define LOSSES 0    // whether route_tokens writes partial sums for the losses, or takes padding
 #endif
 #include "common.cuh"
 
@@ -142,13 +142,14 @@ struct Token {
 
 // ids, probs [tokens, topk] from logits [tokens, experts]. Grid y: sequences of `length` tokens. With
 // partial_scores, each thread block (x) of a sequence also writes sums [experts] of normalised scores, counts
-// [experts] of choices, and the sum of squared log-sum-exps.
+// [experts] of choices, and the sum of squared log-sum-exps. padding [tokens] or null: nonzero for tokens
+// without an expert (ids -1, probs 0), which count in none of these.
 // Traffic: the logits are read once, ids and probs are written once.
 // Launch: one warp per token, or persistent thread blocks of WARPS warps.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-    route_tokens(const float* logits, const float* bias, i64 length, i64 experts, i64 topk, i64 by_sigmoid,
-                 i64 groups, i64 topk_groups, i64 renormalize, float factor, int* ids, float* probs,
-                 float* partial_scores, int* partial_counts, float* partial_z) {
+    route_tokens(const float* logits, const float* bias, const u8* padding, i64 length, i64 experts, i64 topk,
+                 i64 by_sigmoid, i64 groups, i64 topk_groups, i64 renormalize, float factor, int* ids,
+                 float* probs, float* partial_scores, int* partial_counts, float* partial_z) {
   pdl_wait();
   pdl_launch_dependents();
   DYNAMIC_SHARED(memory);
@@ -162,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   float* shared_shares = (float*)memory;
   int* shared_counts = (int*)memory + warps * (int)experts;
   float* shared_squares = (float*)memory + (warps + 1) * (int)experts;
-  if (LOSSES) {
+  const bool losses = LOSSES && partial_scores;
+  if (losses) {
     for (int e = threadIdx.x; e < experts; e += blockDim.x) shared_counts[e] = 0;
     __syncthreads();
   }
@@ -214,11 +216,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     const float score = lane < topk ? x.score(row[own_expert], by_sigmoid) : 0.f;
     float prob = score;
     if (renormalize) prob /= warp_sum(score) + EPSILON;
+    // not in the variant without losses, where it would take 6 of 38 registers and a quarter of the warps
+    const bool padded = LOSSES && padding && padding[token];
     if (lane < topk) {
-      ids[token * topk + lane] = (int)own_expert;
-      probs[token * topk + lane] = prob * factor;
+      ids[token * topk + lane] = padded ? -1 : (int)own_expert;
+      probs[token * topk + lane] = padded ? 0.f : prob * factor;
     }
-    if (LOSSES) {
+    if (losses && !padded) {
       if (lane < topk) atomicAdd(shared_counts + own_expert, 1);  // integer sum: the order does not matter
       float total = 1.f;
       if (by_sigmoid) {  // computed twice: the scores of 32 experts per lane exceed the registers
@@ -236,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       squares += z * z;
     }
   }
-  if (!LOSSES) return;
+  if (!losses) return;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i)
     if (32 * i + lane < experts) shared_shares[warp * (int)experts + 32 * i + lane] = shares[i];
@@ -284,14 +288,48 @@ extern "C" __global__ void route_losses(const float* partial_scores, const int* 
   if (lane == 0) partial_losses[sequence * gridDim.x + blockIdx.x] = loss;
 }
 
-// Total losses, summed in a fixed order by one thread block of 256.
-extern "C" __global__ void route_total(const double* partial_losses, i64 losses, const float* partial_z,
-                                       i64 blocks, float aux_coefficient, float z_coefficient,
-                                       float* aux_loss, float* z_loss) {
+// factors [sequences + 1] of sequences with padding: of each one's sum of counts times score sums, and of the
+// sum of squared log-sum-exps. A token was counted topk times; a sequence without tokens has factor 0 and is
+// not in the mean.
+// Traffic: tokens_per_expert [sequences, experts] once.
+// Launch: one thread block of 256.
+extern "C" __global__ void route_factors(const int* tokens_per_expert, i64 sequences, i64 experts, i64 topk,
+                                         float* factors) {
+  pdl_wait();
+  pdl_launch_dependents();
+  __shared__ double shared[256];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  double tokens = 0.0, present = 0.0;  // exact: integers below 2^53
+  for (i64 s = warp; s < sequences; s += 8) {
+    double count = 0.0;
+    for (i64 e = lane; e < experts; e += 32) count += tokens_per_expert[s * experts + e];
+    count = warp_sum(count) / topk;
+    if (lane == 0) {
+      factors[s] = __uint_as_float((u32)count);  // until the number of sequences is known
+      tokens += count, present += count > 0.0;
+    }
+  }
+  tokens = block_reduce(tokens, shared, [](double a, double b) { return a + b; });
+  present = block_reduce(present, shared, [](double a, double b) { return a + b; });
+  for (i64 s = threadIdx.x; s < sequences; s += 256) {
+    const double count = __float_as_uint(factors[s]);
+    factors[s] = count > 0.0 ? (float)(experts / (topk * count * count * present)) : 0.f;
+  }
+  if (threadIdx.x == 0) factors[sequences] = tokens > 0.0 ? (float)(1.0 / tokens) : 0.f;
+}
+
+// Total losses, summed in a fixed order by one thread block of 256. partial_losses [sequences, columns].
+// factors: from route_factors, in place of the coefficients; null without padding.
+extern "C" __global__ void route_total(const double* partial_losses, i64 sequences, i64 columns,
+                                       const float* partial_z, i64 blocks, float aux_coefficient,
+                                       float z_coefficient, const float* factors, float* aux_loss,
+                                       float* z_loss) {
   pdl_wait();
   __shared__ double shared[256];
   double aux = 0.0, z = 0.0;
-  for (i64 i = threadIdx.x; i < losses; i += 256) aux += partial_losses[i];
+  if (factors) aux_coefficient = 1.f, z_coefficient = factors[sequences];
+  for (i64 i = threadIdx.x; i < sequences * columns; i += 256)
+    aux += factors ? partial_losses[i] * factors[i / columns] : partial_losses[i];
   for (i64 i = threadIdx.x; i < blocks; i += 256) z += (double)partial_z[i];
   aux = block_reduce(aux, shared, [](double a, double b) { return a + b; });
   z = block_reduce(z, shared, [](double a, double b) { return a + b; });
@@ -300,19 +338,28 @@ extern "C" __global__ void route_total(const double* partial_losses, i64 losses,
 
 // grad_logits [tokens, experts] float32 or, with `split`, [tokens, 3 * experts] bfloat16: each gradient as
 // three bfloat16 terms, each the rounded remainder of the previous ones. aux_coefficient, z_coefficient:
-// factors of the losses' gradients per token and choice.
+// factors of the losses' sums; with padding in place of them factors [sequences + 1] from route_factors.
+// padding [tokens] or null: nonzero for tokens whose logits are not read, and whose gradient is zeros.
 // Traffic: the logits are read once, the gradient is written once.
 // Launch: one warp per token.
 extern "C" __global__ void __launch_bounds__(128)
-    route_backward_tokens(const float* grad_probs, const float* logits, const int* ids, i64 tokens,
-                          i64 length, i64 experts, i64 topk, i64 by_sigmoid, i64 renormalize, float factor,
-                          const int* tokens_per_expert, const float* grad_aux, float aux_coefficient,
-                          const float* grad_z, float z_coefficient, i64 split, void* out) {
+    route_backward_tokens(const float* grad_probs, const float* logits, const int* ids, const u8* padding,
+                          i64 tokens, i64 length, i64 experts, i64 topk, i64 by_sigmoid, i64 renormalize,
+                          float factor, const int* tokens_per_expert, const float* grad_aux,
+                          float aux_coefficient, const float* grad_z, float z_coefficient,
+                          const float* factors, i64 sequences, i64 split, void* out) {
   pdl_wait();
   pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
   const i64 token = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   if (token >= tokens) return;
+  if (padding && padding[token]) {
+    if (split)
+      for (i64 i = lane; i < 3 * experts; i += 32) ((u16*)out)[token * 3 * experts + i] = 0;
+    else
+      for (i64 i = lane; i < experts; i += 32) ((float*)out)[token * experts + i] = 0.f;
+    return;
+  }
   const float* row = logits + token * experts;
   Token x;
   x.read(row, (int)experts);
@@ -333,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(128)
     of_scores[i] = 0.f;
   }
   if (grad_aux) {
-    const float by = *grad_aux * aux_coefficient;
+    const float by = *grad_aux * (factors ? factors[token / length] : aux_coefficient);
     const int* counts = tokens_per_expert + token / length * experts;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
@@ -365,7 +412,8 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int i = 0; i < PER_LANE; ++i) mean += of_scores[i] * scores[i];
     mean = warp_sum(mean);
   }
-  const float by_z = grad_z ? *grad_z * z_coefficient * x.log_sum_exp() : 0.f;
+  const float by_z =
+      grad_z ? 2.f * *grad_z * (factors ? factors[sequences] : z_coefficient) * x.log_sum_exp() : 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     if (32 * i + lane >= experts) continue;

@@ -27,7 +27,7 @@ def losses_configuration(length: int, sequences: int, experts: int, multiprocess
     return Configuration((blocks, sequences), 32 * WARPS, 4 * (WARPS + 1) * experts + 4 * WARPS)
 
 
-def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
+def route(logits: Any, expert_bias: Any, padding_mask: Any, *, config: Any, out: Any) -> None:
     tokens, experts = logits.shape
     sequences = 1 if out.aux_loss is None else out.tokens_per_expert.shape[0]
     length = tokens // sequences
@@ -45,6 +45,7 @@ def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
         *configuration.grid,
         logits,
         expert_bias,
+        padding_mask,
         length,
         experts,
         config.topk,
@@ -57,7 +58,7 @@ def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
         out.topk_probs,
         *partial,
         shared=configuration.shared,
-        defines=_variant(experts, out.aux_loss is not None),
+        defines=_variant(experts, out.aux_loss is not None or padding_mask is not None),
     )
     if out.aux_loss is None:
         return
@@ -75,17 +76,22 @@ def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
         losses,
         defines=_variant(experts, True),
     )
+    factors = None
+    if padding_mask is not None:
+        factors = _factors(out.tokens_per_expert, config.topk, _variant(experts, True))
     launch(
         "router",
         "route_total",
         1,
         256,
         losses,
-        sequences * columns,
+        sequences,
+        columns,
         partial[2],
         sequences * blocks,
         aux_coefficient(tokens, sequences, experts, config.topk),
         1 / max(tokens, 1),
+        factors,
         out.aux_loss,
         out.z_loss,
         defines=_variant(experts, True),
@@ -99,6 +105,7 @@ def route_backward(
     tokens_per_expert: Any,
     grad_aux_loss: Any,
     grad_z_loss: Any,
+    padding_mask: Any,
     *,
     config: Any,
     split: bool,
@@ -106,6 +113,9 @@ def route_backward(
 ) -> None:
     tokens, experts = logits.shape
     sequences = 1 if tokens_per_expert is None else tokens_per_expert.shape[0]
+    factors = None
+    if padding_mask is not None and (grad_aux_loss is not None or grad_z_loss is not None):
+        factors = _factors(tokens_per_expert, config.topk, _variant(experts, False))
     launch(
         "router",
         "route_backward_tokens",
@@ -113,6 +123,7 @@ def route_backward(
         grad_probs,
         logits,
         topk_ids,
+        padding_mask,
         tokens,
         tokens // sequences,
         experts,
@@ -124,7 +135,9 @@ def route_backward(
         grad_aux_loss,
         aux_coefficient(tokens, sequences, experts, config.topk),
         grad_z_loss,
-        2 / max(tokens, 1),
+        1 / max(tokens, 1),
+        factors,
+        sequences,
         split,
         out,
         defines=_variant(experts, False),
@@ -140,6 +153,25 @@ def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
             "add_product; use a GEMM and an addition"
         )
     grouped_gemm_wgmma16.add_product(addend, a, b, out=out)
+
+
+def _factors(tokens_per_expert: Any, topk: int, variant: tuple[str, ...]) -> Any:
+    """The losses' coefficients of sequences with padding: of each one's auxiliary loss, and of the z-loss."""
+    sequences, experts = tokens_per_expert.shape
+    factors = scratch((sequences + 1,), np.float32)
+    launch(
+        "router",
+        "route_factors",
+        1,
+        256,
+        tokens_per_expert,
+        sequences,
+        experts,
+        topk,
+        factors,
+        defines=variant,
+    )
+    return factors
 
 
 def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:

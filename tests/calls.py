@@ -11,6 +11,7 @@ PLAN = fp8moe.plan_topk(IDS, E, align_size=16, num_out_tokens=P)
 X = np.ones((T, H), np.float32)
 ROWS = np.ones((P, H), np.float32)
 PROBS = np.ones((T, K), np.float32)
+PADDING = np.arange(T) == 1
 Q = fp8moe.quantize(X)
 OFFSETS = PLAN.expert_offsets
 W = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128))
@@ -69,6 +70,7 @@ CALLS = {
         "logits": np.ascontiguousarray(X[:, :8]),
         "config": fp8moe.RouterConfig(K),
         "expert_bias": X[0, :8],
+        "padding_mask": PADDING,
     },
     "route_backward": {
         "grad_probs": PROBS,
@@ -78,6 +80,7 @@ CALLS = {
         "tokens_per_expert": np.full((1, 8), T * K // 8, np.int32),
         "grad_aux_loss": PP[:1],
         "grad_z_loss": PP[:1],
+        "padding_mask": PADDING,
     },
     "swiglu": {"h": H2, "probs": PP},
     "swiglu_backward": {"grad": ROWS, "h": H2, "probs": PP},

@@ -634,7 +634,7 @@ def weights_in_part():
 def module(comm):
     """The torch module compared with one that has all experts."""
     group = dist.group.WORLD if type(comm) is ProcessGroup else comm
-    for recipe in ("fp8_flow", "bf16"):
+    for recipe, padded in (("fp8_flow", False), ("bf16", False), ("fp8_flow", True)):
         torch.manual_seed(3)
         alone = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE)
         ours = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE, process_group=group)
@@ -644,7 +644,9 @@ def module(comm):
         own = slice(start, start + COUNTS[RANK])
         x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
         x_alone, x_ours = x.clone().requires_grad_(), x[own].clone().requires_grad_()
-        y_alone, y_ours = alone(x_alone), ours(x_ours)
+        mask = torch.rand(sum(COUNTS), device=DEVICE) < 0.3 if padded else None
+        given = {} if mask is None else {"padding_mask": mask[own]}
+        y_alone, y_ours = alone(x_alone, padding_mask=mask), ours(x_ours, **given)
         y_alone.backward(dy)
         y_ours.backward(dy[own])
         for a, b in ((y_ours, y_alone[own]), (x_ours.grad, x_alone.grad[own])):
@@ -655,7 +657,7 @@ def module(comm):
         summed = ours.router.weight.grad.to_local()
         torch.testing.assert_close(summed, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
         ours.w13 = torch.nn.Parameter(ours.w13.detach().to_local())  # a plain tensor of this rank's experts
-        assert torch.equal(ours(x[own]), y_ours)
+        assert torch.equal(ours(x[own], **given), y_ours)
         ours.w13 = torch.nn.Parameter(ours.w13.detach()[:1])
         with pytest.raises(ValueError, match=r"w13: got shape \[1, .*; wanted \[2, "):
             ours(x[own])

@@ -65,6 +65,18 @@ def weights_of(logits, ids, config):
     return config.scaling_factor * (chosen / chosen.sum(1, keepdim=True) if config.renormalize else chosen)
 
 
+def losses_of_lengths(logits, ids, config, lengths):
+    """(aux_loss, z_loss) of sequences of unequal lengths, one after the other without padding: the mean over
+    the sequences that have tokens, and that over all tokens."""
+    parts = [
+        losses_of(x, i, config, 1)[0]
+        for x, i in zip(logits.split(lengths), ids.split(lengths), strict=True)
+        if len(x)
+    ]
+    z = torch.logsumexp(logits, dim=-1).square()
+    return (torch.stack(parts).mean(), z.mean()) if parts else (logits.sum(), logits.sum())
+
+
 def losses_of(logits, ids, config, sequences):
     """(aux_loss, z_loss), by one-hot masks."""
     tokens, experts = logits.shape
@@ -77,28 +89,45 @@ def losses_of(logits, ids, config, sequences):
     return aux, torch.logsumexp(logits, dim=-1).square().mean()
 
 
-def router_agrees(rng, both, tokens, experts, config, biased, sequences):
+def padding(rng, tokens, sequences):
+    """A mask of padding anywhere in sequences of unequal length, of which the second has no tokens."""
+    mask = rng.random((sequences, tokens // sequences)) < 0.4
+    mask[1:2] = True
+    return mask.reshape(-1)
+
+
+def router_agrees(rng, both, tokens, experts, config, biased, sequences, padded=False):
     """The CUDA backend's selection, probabilities, losses and gradient, within the bounds of float32
-    arithmetic."""
+    arithmetic; of padding, whose logits are NaN, exactly the reference's."""
     logits, bias = random_logits(rng, tokens, experts, biased)
     options = {"expert_bias": bias, "num_sequences": sequences}
+    mask = None
+    if padded:
+        mask = options["padding_mask"] = padding(rng, tokens, sequences or 1)
+    kept = np.ones(tokens, bool) if mask is None else ~mask
+    logits[~kept] = np.nan
     expected, actual = both(lambda x, **o: fp8moe.route(x, config, **o), logits, **options)
-    spread = np.ptp(logits, axis=1).max(initial=0)
+    for routed in (expected, actual):
+        assert (routed.topk_ids[~kept] == -1).all()
+        assert not routed.topk_probs[~kept].any()
+    finite = np.where(kept[:, None], logits, 0)
+    spread = np.ptp(finite, axis=1).max(initial=0)
     # expf has an error of 2 units, and its argument is rounded; then a sum of a lane's experts and of 32
     # lanes, a reciprocal (approximate: 2 units) and a product. Twice that for scores divided by their sum (at
     # most 8 and 32 more terms) and the last product.
     score_units = 2 * (2 + spread) + experts / 32 + 5 + 5
     bound = (2 * score_units + 5 + 3) * UNIT
     if biased or config.num_groups > 1:  # values up to 2 are rounded differently
-        x, wide_bias = torch.tensor(logits).double(), None if bias is None else torch.tensor(bias).double()
+        x, wide_bias = torch.tensor(finite).double(), None if bias is None else torch.tensor(bias).double()
         choice = choice_of(x, config, wide_bias)
-        chosen = choice.gather(1, torch.tensor(actual.topk_ids).long())
+        chosen = choice.gather(1, torch.tensor(actual.topk_ids).long().clamp(min=0))
         wanted = choice.topk(config.topk, dim=-1).values
-        clear = torch.ones(tokens, dtype=torch.bool)  # tokens whose groups' sums are far enough apart
+        clear = torch.tensor(kept)  # tokens whose groups' sums are far enough apart
         if config.topk_groups < config.num_groups:
             sums = sums_of_groups(x, config, wide_bias)[1].sort(dim=1, descending=True).values
-            clear = sums[:, config.topk_groups - 1] - sums[:, config.topk_groups] > 4 * bound
-            assert clear.float().mean() > 0.9
+            apart = sums[:, config.topk_groups - 1] - sums[:, config.topk_groups] > 4 * bound
+            assert (~apart[clear]).sum() <= 0.1 * clear.sum()
+            clear &= apart
         torch.testing.assert_close(chosen[clear], wanted[clear], rtol=0, atol=2 * bound)
         same = (expected.topk_ids == actual.topk_ids).all(axis=1)
         assert same.mean() > 0.9
@@ -111,19 +140,21 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
         if same.all():
             assert same_bits(expected.tokens_per_expert, actual.tokens_per_expert)
             # and the sum of a warp's tokens, of 8 warps, and 2 more roundings
-            more = (tokens / sequences + 8 + 2) * UNIT
+            more = (tokens / sequences + 8 + 3) * UNIT
             np.testing.assert_allclose(actual.aux_loss, expected.aux_loss, rtol=bound + more)
             np.testing.assert_allclose(actual.z_loss, expected.z_loss, rtol=bound + more)
-        losses = {"tokens_per_expert": expected.tokens_per_expert}
+        losses = {"tokens_per_expert": expected.tokens_per_expert, "padding_mask": mask}
         losses["grad_aux_loss"] = rng.standard_normal(1).astype(np.float32)
         losses["grad_z_loss"] = rng.standard_normal(1).astype(np.float32)
+    elif padded:
+        losses = {"padding_mask": mask}
     grads = rng.standard_normal(expected.topk_probs.shape).astype(np.float32)
     arguments = grads, logits, expected.topk_ids
     expected, actual = both(
         lambda g, x, i, **o: fp8moe.route_backward(g, x, i, config, **o), *arguments, **losses
     )
     # bounded by the terms' magnitudes, because differences may cancel
-    wide = torch.from_numpy(logits.astype(np.float64))
+    wide = torch.from_numpy(finite.astype(np.float64))
     scores = scores_of(wide, config).numpy()
     chosen = np.take_along_axis(scores, arguments[2].astype(np.int64), 1)
     sizes = np.abs(grads) * config.scaling_factor
@@ -133,20 +164,22 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
     of_scores = np.zeros_like(scores)
     np.put_along_axis(of_scores, arguments[2].astype(np.int64), sizes, 1)
     size = scores * (of_scores + (of_scores * scores).sum(axis=1, keepdims=True))
-    if losses:
-        coefficient = reference.aux_coefficient(tokens, sequences, experts, config.topk)
-        coefficient *= abs(losses["grad_aux_loss"][0])
-        counts = np.repeat(losses["tokens_per_expert"], tokens // sequences, axis=0) * coefficient
+    if sequences is not None:
+        coefficients = reference.aux_coefficients(kept.reshape(sequences, -1).sum(1), experts, config.topk)
+        coefficients = coefficients[:, None] * abs(losses["grad_aux_loss"][0])
+        counts = np.repeat(losses["tokens_per_expert"] * coefficients, tokens // sequences, axis=0)
         shares = scores / scores.sum(axis=1, keepdims=True)
         size = size + shares * (counts + (counts * shares).sum(axis=1, keepdims=True))
         z = (wide.logsumexp(1, keepdim=True).abs() * wide.softmax(1)).numpy()
-        size = size + z * abs(losses["grad_z_loss"][0]) * 2 / max(tokens, 1)
-    assert (np.abs(actual - expected) <= 4 * bound * size + 1e-38).all()
+        size = size + z * abs(losses["grad_z_loss"][0]) * 2 / max(kept.sum(), 1)
+    assert (np.abs(actual - expected) <= np.where(kept[:, None], 4 * bound * size + 1e-38, 0)).all()
+    assert not actual[~kept].any()
     split, parts = both(
         lambda g, *a, **o: fp8moe.route_backward(g, *a, config, split=True, **o), *arguments, **losses
     )
     assert parts.dtype == split.dtype
     parts = parts.astype(np.float64).reshape(tokens, 3, experts).sum(axis=1)
+    assert not parts[~kept].any()
     np.testing.assert_allclose(parts, actual.astype(np.float64), rtol=0, atol=2.0**-133)
 
 

@@ -122,10 +122,13 @@ def test_add_product(sizes):
 @pytest.mark.parametrize(
     ("tokens", "experts", "config"), [*router_checks.SIZES, *router_checks.LARGE], ids=str
 )
-@pytest.mark.parametrize(("biased", "sequences"), [(False, None), (True, 1), (False, 4)])
-def test_router(tokens, experts, config, biased, sequences):
+@pytest.mark.parametrize(
+    ("biased", "sequences", "padded"),
+    [(False, None, False), (True, 1, False), (False, 4, False), (True, None, True), (False, 4, True)],
+)
+def test_router(tokens, experts, config, biased, sequences, padded):
     tokens -= tokens % (sequences or 1)
-    router_checks.router_agrees(generator(), both, tokens, experts, config, biased, sequences)
+    router_checks.router_agrees(generator(), both, tokens, experts, config, biased, sequences, padded)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int32])

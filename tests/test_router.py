@@ -17,6 +17,8 @@ from router_checks import (
     UNIT,
     choice_of,
     losses_of,
+    losses_of_lengths,
+    padding,
     random_logits,
     router_agrees,
     scores_of,
@@ -26,6 +28,7 @@ from router_checks import (
 import fp8moe
 from fp8moe import RouterConfig
 from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import Router
 from fp8moe.reference import router as reference
 
@@ -73,6 +76,65 @@ def test_losses_and_gradients_equal_autograd(config, sequences):
     parts = split.astype(np.float64).reshape(40, 3, 64).sum(axis=1)
     # 8 bits per part: exact unless the third part is subnormal
     np.testing.assert_allclose(parts, ours.astype(np.float64), rtol=0, atol=2.0**-133)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_padding_is_as_if_it_were_absent(config, sequences):
+    """Selection, losses, counts and gradient are those of the other tokens alone, in sequences of unequal
+    lengths, also where the padding's logits are NaN."""
+    logits, bias = random_logits(RNG, 60, 64, True)
+    mask = padding(RNG, 60, sequences)
+    kept, lengths = ~mask, (~mask).reshape(sequences, -1).sum(1).tolist()
+    alone = fp8moe.route(logits[kept], config, expert_bias=bias)
+    logits[mask] = RNG.choice(np.array([np.nan, np.inf, 1e30], np.float32), (mask.sum(), 1))
+    options = {"num_sequences": sequences, "padding_mask": mask}
+    actual = fp8moe.route(logits, config, expert_bias=bias, **options)
+    assert same_bits(actual.topk_ids[kept], alone.topk_ids)
+    assert same_bits(actual.topk_probs[kept], alone.topk_probs)
+    assert (actual.topk_ids[mask] == -1).all()
+    assert not actual.topk_probs[mask].any()
+    x = torch.tensor(logits[kept]).double().requires_grad_()
+    ids = torch.tensor(alone.topk_ids).long()
+    of_each = [torch.bincount(part.flatten(), minlength=64).tolist() for part in ids.split(lengths)]
+    assert actual.tokens_per_expert.tolist() == of_each
+    aux, z = losses_of_lengths(x, ids, config, lengths)
+    for ours, wanted in ((actual.aux_loss, aux), (actual.z_loss, z)):
+        np.testing.assert_allclose(ours, [wanted.item()], rtol=UNIT + 1e-12)
+    grads = RNG.standard_normal(actual.topk_probs.shape).astype(np.float32)
+    of_losses = RNG.standard_normal((2, 1)).astype(np.float32)
+    total = (weights_of(x, ids, config) * torch.tensor(grads[kept]).double()).sum()
+    total = total + aux * float(of_losses[0, 0]) + z * float(of_losses[1, 0])
+    (wanted,) = torch.autograd.grad(total, x)
+    losses = {"tokens_per_expert": actual.tokens_per_expert, "padding_mask": mask}
+    losses |= {"grad_aux_loss": of_losses[0], "grad_z_loss": of_losses[1]}
+    for split in (False, True):
+        ours = fp8moe.route_backward(grads, logits, actual.topk_ids, config, split=split, **losses)
+        ours = ours.astype(np.float64).reshape(60, -1, 64).sum(axis=1)
+        assert not ours[mask].any()
+        # as without padding; a split gradient's third part may be subnormal
+        np.testing.assert_allclose(ours[kept], wanted.numpy(), rtol=UNIT * (1 + 2.0**-24), atol=1e-12)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_padding_only_gives_zeros(function):
+    config, logits = RouterConfig(2, function), np.full((6, 8), np.nan, np.float32)
+    mask, ones, grads = np.ones(6, bool), np.ones(1, np.float32), np.ones((6, 2), np.float32)
+
+    def run(logits, mask, grads, ones):
+        routed = fp8moe.route(logits, config, num_sequences=2, padding_mask=mask)
+        losses = {"grad_aux_loss": ones, "grad_z_loss": ones, "padding_mask": mask}
+        losses["tokens_per_expert"] = routed.tokens_per_expert
+        return routed, fp8moe.route_backward(grads, logits, routed.topk_ids, config, **losses)
+
+    results = [run(logits, mask, grads, ones)]
+    if cuda_on_cpu.available:
+        pytest.importorskip("cupy")
+        results = cuda_on_cpu.both(run, logits, mask, grads, ones)
+    for routed, grad in results:
+        assert (routed.topk_ids == -1).all()
+        for zeros in (routed.topk_probs, routed.aux_loss, routed.z_loss, routed.tokens_per_expert, grad):
+            assert not np.asarray(zeros).any()
 
 
 def test_deepseek_v3_equals_transformers():
@@ -182,11 +244,14 @@ def test_ties_and_nan_in_the_kernels(experts, config):
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize(("tokens", "experts", "config"), SIZES, ids=str)
-@pytest.mark.parametrize(("biased", "sequences"), [(False, None), (True, 1), (False, 3)])
-def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences):
+@pytest.mark.parametrize(
+    ("biased", "sequences", "padded"),
+    [(False, None, False), (True, 1, False), (False, 3, False), (True, None, True), (False, 3, True)],
+)
+def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences, padded):
     pytest.importorskip("cupy")
     tokens = tokens - tokens % (sequences or 1)
-    router_agrees(RNG, cuda_on_cpu.both, tokens, experts, config, biased, sequences)
+    router_agrees(RNG, cuda_on_cpu.both, tokens, experts, config, biased, sequences, padded)
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
@@ -219,8 +284,9 @@ def test_the_kernels_write_every_element_of_poisoned_outputs():
         poisoned((8, 2), np.int32), poisoned((8, 2), np.float32), *(poisoned((1,), np.float32) for _ in "ab"),
         poisoned((2, 16), np.int32),
     )  # fmt: skip
-    reference.route(logits, None, config=RouterConfig(2), out=out)
-    again = fp8moe.route(logits, RouterConfig(2), num_sequences=2)
+    mask = RNG.random(8) < 0.5
+    reference.route(logits, None, mask, config=RouterConfig(2), out=out)
+    again = fp8moe.route(logits, RouterConfig(2), num_sequences=2, padding_mask=mask)
     assert all(same_bits(getattr(out, name), getattr(again, name)) for name in vars(out))
 
 
@@ -253,12 +319,29 @@ def test_ids_are_distinct_experts_for_all_logits(topk, experts, seed):
         ({"config": 2}, TypeError, "config: got int"),
         ({"expert_bias": np.zeros(7, np.float32)}, ValueError, "expert_bias: got shape"),
         ({"num_sequences": 3}, ValueError, "num_sequences: got 3 for 2 tokens"),
+        (
+            {"padding_mask": np.ones(2, np.int64)},  # an attention mask, whose ones are tokens
+            TypeError,
+            "padding_mask: got dtype int64; wanted bool; True where a token is padding; pass attention_mask",
+        ),
+        ({"padding_mask": np.ones(3, bool)}, ValueError, r"padding_mask: got shape \[3\]; wanted \[2\]"),
+        ({"padding_mask": np.ones((1, 2), bool)}, ValueError, r"padding_mask: got shape \[1, 2\]; wanted"),
     ],
 )  # fmt: skip
 def test_validation_errors(change, error, message):
     arguments = {"logits": np.zeros((2, 8), np.float32), "config": RouterConfig(2), **change}
     with pytest.raises(error, match=message):
         fp8moe.route(**arguments)
+
+
+@pytest.mark.parametrize("given", ["grad_aux_loss", "grad_z_loss"])
+def test_the_backward_of_losses_with_padding_needs_the_counts(given):
+    arrays = np.zeros((2, 2), np.float32), np.zeros((2, 8), np.float32), np.zeros((2, 2), np.int32)
+    options = {given: np.ones(1, np.float32), "padding_mask": np.zeros(2, bool)}
+    with pytest.raises(ValueError, match=f"tokens_per_expert: got None with {given}"):
+        fp8moe.route_backward(*arrays, RouterConfig(2), **options)
+    with pytest.raises(TypeError, match="padding_mask: got dtype uint8; wanted bool"):
+        fp8moe.route_backward(*arrays, RouterConfig(2), padding_mask=np.zeros(2, np.uint8))
 
 
 def test_invalid_configurations_raise():
@@ -277,19 +360,21 @@ def test_invalid_configurations_raise():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_torch_function_has_the_librarys_gradients(compiled):
+@pytest.mark.parametrize("mask", [None, padding(RNG, 12, 2)], ids=["whole", "padded"])
+def test_the_torch_function_has_the_librarys_gradients(compiled, mask):
     logits, bias = random_logits(RNG, 12, 16, True)
     config = RouterConfig(4, "sigmoid", num_groups=4, topk_groups=2)
-    x = torch.tensor(logits).requires_grad_()
+    x, options = torch.tensor(logits).requires_grad_(), {"num_sequences": 2, "padding_mask": mask}
+    given = options | {"padding_mask": None if mask is None else torch.tensor(mask)}
 
     def loss(x, bias):
-        actual = torch_ops.route(x, config, expert_bias=bias, num_sequences=2)
+        actual = torch_ops.route(x, config, expert_bias=bias, **given)
         weights = torch.arange(48.0).reshape(12, 4)
         return (actual.topk_probs * weights).sum() + 3 * actual.aux_loss.sum() + 5 * actual.z_loss.sum()
 
     run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
     run(x, torch.tensor(bias)).backward()
-    actual = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
+    actual = fp8moe.route(logits, config, expert_bias=bias, **options)
     wanted = fp8moe.route_backward(
         np.arange(48, dtype=np.float32).reshape(12, 4),
         logits,
@@ -298,6 +383,7 @@ def test_the_torch_function_has_the_librarys_gradients(compiled):
         tokens_per_expert=actual.tokens_per_expert,
         grad_aux_loss=np.full(1, 3, np.float32),
         grad_z_loss=np.full(1, 5, np.float32),
+        padding_mask=mask,
     )
     assert same_bits(x.grad.numpy(), wanted)
 
@@ -323,22 +409,22 @@ def test_a_router_module_balances_by_its_bias():
     assert router.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_the_jax_function_has_the_librarys_gradients(jitted):
+@pytest.mark.parametrize(("jitted", "padded"), [(False, False), (True, False), (True, True)])
+def test_the_jax_function_has_the_librarys_gradients(jitted, padded):
     jax = pytest.importorskip("jax")
     from fp8moe.adapters import jax_ops
 
     logits, bias = random_logits(RNG, 12, 16, True)
     config = RouterConfig(4, "sigmoid", num_groups=4, topk_groups=2)
-    weights = np.arange(48, dtype=np.float32).reshape(12, 4)
+    weights, mask = np.arange(48, dtype=np.float32).reshape(12, 4), padding(RNG, 12, 2) if padded else None
 
     def loss(x, bias):
-        actual = jax_ops.route(x, config, expert_bias=bias, num_sequences=2)
+        actual = jax_ops.route(x, config, expert_bias=bias, num_sequences=2, padding_mask=mask)
         return (actual.topk_probs * weights).sum() + 3 * actual.aux_loss.sum() + 5 * actual.z_loss.sum()
 
     gradient = jax.grad(loss, argnums=(0, 1))
     actual, of_bias = (jax.jit(gradient) if jitted else gradient)(logits, bias)
-    routed = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
+    routed = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2, padding_mask=mask)
     wanted = fp8moe.route_backward(
         weights,
         logits,
@@ -347,9 +433,76 @@ def test_the_jax_function_has_the_librarys_gradients(jitted):
         tokens_per_expert=routed.tokens_per_expert,
         grad_aux_loss=np.full(1, 3, np.float32),
         grad_z_loss=np.full(1, 5, np.float32),
+        padding_mask=mask,
     )
     assert same_bits(np.asarray(actual), wanted)
     assert not np.asarray(of_bias).any()
+    if padded:  # traced too; and its errors are the library's
+        jax.jit(jax.grad(lambda x, m: jax_ops.route(x, config, padding_mask=m).topk_probs.sum()))(
+            logits, mask
+        )
+        with pytest.raises(TypeError, match="padding_mask: got dtype int32; wanted bool; True where a token"):
+            jax_ops.route(logits, config, padding_mask=mask.astype(np.int32))
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_a_router_module_with_padding(sequences):
+    """Its results and gradients are those of the other rows alone, whatever the padding's values."""
+    torch.manual_seed(int(RNG.integers(2**31)))
+    router = Router(32, 8, RouterConfig(2, "sigmoid", renormalize=False))
+    x, mask = torch.randn(24, 32), torch.tensor(padding(RNG, 24, sequences))
+    x[mask] = torch.nan
+    rows, alone = x.requires_grad_(), x.detach()[~mask].requires_grad_()
+    lengths = (~mask).unflatten(0, (sequences, -1)).sum(1).tolist()
+    dprobs = torch.randn(24, 2)
+
+    def gradients(rows, dprobs, ids, probs, aux, z):
+        router.zero_grad()
+        ((probs * dprobs).sum() + 3 * aux.sum() + 5 * z.sum()).backward()
+        return ids, probs.detach(), aux.detach(), z.detach(), rows.grad, router.weight.grad.clone()
+
+    ids, probs, aux, z, counts = router(rows, num_sequences=sequences, padding_mask=mask)
+    ours = gradients(rows, dprobs, ids, probs, aux, z)
+    ids, probs = router(alone)
+    logits = alone.double() @ router.weight.double().t()
+    aux, z = losses_of_lengths(logits, ids.long(), router.config, lengths)
+    wanted = gradients(alone, dprobs[~mask], ids, probs, aux, z)
+    assert counts.sum(1).tolist() == [2 * length for length in lengths]
+    for place in (0, 1, 4):
+        assert not (ours[place][mask] + (place == 0)).any()  # ids -1, probabilities and gradients 0
+        ours = (*ours[:place], ours[place][~mask], *ours[place + 1 :])
+    for a, b in zip(ours, wanted, strict=True):
+        # float32 sums of up to 32 products and 24 rows of numbers below 64, where the other has float64
+        torch.testing.assert_close(a, b.to(a.dtype).reshape(a.shape), rtol=64 * UNIT, atol=64 * 64 * UNIT)
+    with torch.no_grad():  # of padding only
+        _, probs, *losses = router(x, num_sequences=sequences, padding_mask=torch.ones(24, dtype=torch.bool))
+    assert not any(t.any() for t in (probs, *losses))
+
+
+@pytest.mark.parametrize("take", ["function", "module", "layer"])
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (
+            torch.ones(6, dtype=torch.int64),
+            TypeError,
+            "got dtype torch.int64; wanted torch.bool, True where a",
+        ),
+        (torch.ones(5, dtype=torch.bool), ValueError, r"got shape \[5\]; wanted \[6\]"),
+        (torch.ones(1, 6, dtype=torch.bool), ValueError, r"got shape \[1, 6\]; wanted \[6\]"),
+        (torch.ones(6, dtype=torch.bool, device="meta"), TypeError, "got a tensor on meta; wanted cpu"),
+        (np.ones(6, bool), TypeError, "got ndarray; wanted a tensor"),
+    ],
+)
+def test_masks_that_torch_refuses(take, mask, error, message):
+    config = RouterConfig(2)
+    call = {
+        "function": lambda: torch_ops.route(torch.ones(6, 8), config, padding_mask=mask),
+        "module": lambda: Router(8, 8, config)(torch.ones(6, 8), padding_mask=mask),
+        "layer": lambda: FP8FlowMoE(8, 8, 8, 2)(torch.ones(6, 8), padding_mask=mask),
+    }[take]
+    with pytest.raises(error, match=f"padding_mask: {message}"):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 that change."""
 
 import copy
+import functools
 import pickle
 import re
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
@@ -878,3 +880,68 @@ def test_nested_tensors_are_refused_by_name(layout):
         with pytest.raises(TypeError, match=of_x):
             call(rows)
     assert layer(torch.cat(rows.unbind())).shape == (5, 64)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [("fp8_flow", "eager"), ("fp8_flow", "compiled"), ("fp8_flow", "checkpointed"), ("bf16", "compiled")],
+)
+def test_padding_goes_to_no_expert(recipe, mode):
+    """Bitwise the results of the other tokens alone, whatever the padding's values, ids and probabilities."""
+    layer, whole = module(recipe), tokens().detach()
+    torch.manual_seed(0)
+    mask = torch.rand(TOKENS) < 0.3
+    kept = ~mask
+    x = whole.masked_fill(mask[:, None], torch.nan)
+    ids = torch.randint(-1, EXPERTS, (TOKENS, TOPK))
+    probs = torch.rand(TOKENS, TOPK)
+
+    def call(x, ids, probs, mask=None):
+        return layer(x, ids, probs, padding_mask=mask)
+
+    def own(x, mask):
+        return layer(x, padding_mask=mask)
+
+    run = {
+        "eager": lambda f: f,
+        "compiled": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True),
+        "checkpointed": lambda f: functools.partial(checkpoint, f, use_reentrant=False),
+    }[mode]
+
+    def results(f, x, *rest):
+        layer.zero_grad()
+        x = x.clone().requires_grad_()
+        rest = [t.clone().requires_grad_() if t.is_floating_point() else t for t in rest]
+        y = f(x, *rest)
+        (y * whole[: y.numel() // HIDDEN].view_as(y)).sum().backward()
+        of_rows = [y.detach(), x.grad, *(t.grad for t in rest if t.is_floating_point())]
+        return of_rows, [p.grad for p in layer.parameters()]
+
+    # sizes of x's leading dimensions, for x and for the mask
+    shaped = x.reshape(2, -1, HIDDEN), ids, probs, mask.reshape(2, -1)
+    ours, weights = results(run(call), *shaped)
+    ours = [t.reshape(TOKENS, -1) for t in ours]
+    assert not any(t[mask].any() for t in ours)
+    layer.zero_grad()
+    alone = [t[kept].clone().requires_grad_() if t.is_floating_point() else t[kept] for t in (x, ids, probs)]
+    y = layer(*alone)
+    (y * whole[kept]).sum().backward()
+    for a, b in zip(ours, (y, alone[0].grad, alone[2].grad), strict=True):
+        assert torch.equal(a[kept], b)
+    for a, b in zip(weights, layer.parameters(), strict=True):
+        assert torch.equal(a, b.grad) if a is not None else b.grad is None
+    # with the layer's own router, whose weight gets no gradient of the padding either
+    rows, weights = results(run(own), x, mask)
+    assert not any(t[mask].any() for t in rows)
+    assert all(t.isfinite().all() and t.any() for t in (*rows, *weights))
+
+
+def test_a_subclass_that_does_not_know_padding():
+    class Own(FP8FlowMoE):
+        def route(self, tokens):
+            return super().route(tokens)
+
+    layer, x = Own(64, 64, 4, 2), torch.ones(6, 64)
+    layer(x)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'padding_mask'"):
+        layer(x, padding_mask=torch.zeros(6, dtype=torch.bool))

@@ -18,7 +18,15 @@ from fp8moe.formats import BFLOAT16
 EPSILON = 1e-20  # as in DeepSeek-V3, added to the sum of a token's weights
 
 
-def route(logits: np.ndarray, expert_bias: np.ndarray | None, *, config: Any, out: Any) -> None:
+def route(
+    logits: np.ndarray,
+    expert_bias: np.ndarray | None,
+    padding_mask: np.ndarray | None,
+    *,
+    config: Any,
+    out: Any,
+) -> None:
+    kept, logits = _without_padding(padding_mask, logits)
     scores = _scores(logits, config.score_function)
     rounded = scores.astype(np.float32)
     by_logits = expert_bias is None and config.num_groups == 1
@@ -27,18 +35,21 @@ def route(logits: np.ndarray, expert_bias: np.ndarray | None, *, config: Any, ou
     weights = np.take_along_axis(scores, ids, 1)
     if config.renormalize:
         weights = weights / (weights.sum(axis=1, keepdims=True) + EPSILON)
-    out.topk_ids[:] = ids
-    out.topk_probs[:] = weights * config.scaling_factor
+    out.topk_ids[:] = np.where(kept[:, None], ids, -1)
+    out.topk_probs[:] = np.where(kept[:, None], weights * config.scaling_factor, 0)
     if out.aux_loss is None:
         return
     tokens, experts = logits.shape
     sequences, length = len(out.tokens_per_expert), tokens // len(out.tokens_per_expert)
     counts = np.zeros((sequences, experts), np.int64)
-    np.add.at(counts, (np.arange(tokens)[:, None] // max(length, 1), ids), 1)
-    sums = _shares(logits, scores, config.score_function).reshape(sequences, length, experts).sum(axis=1)
+    np.add.at(counts, (np.arange(tokens)[kept, None] // max(length, 1), ids[kept]), 1)
+    shares = _shares(logits, scores, config.score_function)
+    shares[~kept] = 0
+    sums = shares.reshape(sequences, length, experts).sum(axis=1)
+    lengths = kept.reshape(sequences, length).sum(axis=1)
     out.tokens_per_expert[:] = counts
-    out.aux_loss[:] = (counts * sums).sum() * aux_coefficient(tokens, sequences, experts, config.topk)
-    out.z_loss[:] = (_log_sum_exp(logits) ** 2).sum() / max(tokens, 1)
+    out.aux_loss[:] = (counts * sums * aux_coefficients(lengths, experts, config.topk)[:, None]).sum()
+    out.z_loss[:] = (_log_sum_exp(logits)[kept] ** 2).sum() / max(lengths.sum(), 1)
 
 
 def route_backward(
@@ -48,12 +59,18 @@ def route_backward(
     tokens_per_expert: np.ndarray | None,
     grad_aux_loss: np.ndarray | None,
     grad_z_loss: np.ndarray | None,
+    padding_mask: np.ndarray | None,
     *,
     config: Any,
     split: bool,
     out: np.ndarray,
 ) -> None:
     tokens, experts = logits.shape
+    kept, logits = _without_padding(padding_mask, logits)
+    sequences = 1 if tokens_per_expert is None else len(tokens_per_expert)
+    lengths = np.full(sequences, tokens // sequences)
+    if padding_mask is not None and tokens_per_expert is not None:
+        lengths = tokens_per_expert.sum(axis=1, dtype=np.int64) / config.topk  # a token is counted k times
     scores = _scores(logits, config.score_function)
     exists = (topk_ids >= 0) & (topk_ids < experts)
     ids = np.where(exists, topk_ids, 0)
@@ -65,9 +82,8 @@ def route_backward(
     of_scores = np.zeros_like(scores)
     np.add.at(of_scores, (np.arange(tokens)[:, None], ids), grads)
     if grad_aux_loss is not None and tokens_per_expert is not None:
-        sequences = len(tokens_per_expert)
-        by = float(grad_aux_loss[0]) * aux_coefficient(tokens, sequences, experts, config.topk)
-        of_shares = by * np.repeat(tokens_per_expert.astype(np.float64), tokens // sequences, axis=0)
+        by = float(grad_aux_loss[0]) * aux_coefficients(lengths, experts, config.topk)
+        of_shares = np.repeat(by[:, None] * tokens_per_expert, tokens // sequences, axis=0)
         shares = _shares(logits, scores, config.score_function)
         of_logits = shares * (of_shares - (of_shares * shares).sum(axis=1, keepdims=True))
     else:
@@ -77,9 +93,9 @@ def route_backward(
     else:
         grad = scores * (of_scores - (of_scores * scores).sum(axis=1, keepdims=True)) + of_logits
     if grad_z_loss is not None:
-        by = float(grad_z_loss[0]) * 2 / max(tokens, 1)
+        by = float(grad_z_loss[0]) * 2 / max(lengths.sum(), 1)
         grad += by * _log_sum_exp(logits)[:, None] * _scores(logits, "softmax")
-    result = grad.astype(np.float32)
+    result = np.where(kept[:, None], grad, 0).astype(np.float32)
     if not split:
         out[:] = result
         return
@@ -89,10 +105,19 @@ def route_backward(
         result = result - rounded.astype(np.float32)
 
 
-def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:
-    """Factor of the sum over sequences and experts of count * share."""
-    length = max(tokens // sequences, 1)
-    return experts / (topk * length * length * sequences)
+def aux_coefficients(lengths: np.ndarray, experts: int, topk: int) -> np.ndarray:
+    """Factor of each sequence's sum over experts of count * share; zero for a sequence without tokens, which
+    is not in the mean."""
+    present = lengths > 0
+    lengths = np.maximum(lengths, 1).astype(np.float64)
+    return present * experts / (topk * lengths**2 * max(present.sum(), 1))
+
+
+def _without_padding(mask: np.ndarray | None, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(which tokens are no padding, the logits with zeros for padding, which may be NaN)."""
+    if mask is None:
+        return np.ones(len(logits), bool), logits
+    return ~mask, np.where(mask[:, None], np.float32(0), logits)
 
 
 def _scores(logits: np.ndarray, function: str) -> np.ndarray:
