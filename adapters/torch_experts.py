@@ -289,7 +289,9 @@ class _Experts(torch.autograd.Function):
         forward = _forward_by_operator if dispatch_modes() else _call_forward
         y, saved = forward(x, ids, probs, gemm_weights, options, comm, handle)
         if collector is not None:
-            collector.forward(x, saved, options.ffn)
+            ranks = 1 if comm is None else comm.world_size
+            num_experts = moe.experts_of(gemm_weights[0]) * ranks
+            collector.forward(x, ids, num_experts, saved, options.ffn)
         if options.gradients:
             # autograd detects overwritten codes, even if saved-tensor hooks have moved them
             saved = replace(saved, overwritten=(None, None))

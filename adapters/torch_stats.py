@@ -61,6 +61,11 @@ class LayerStats:
     overflow : Tensor, int32, [1]
         Number of dropped rows: with a `fp8moe.expert_parallel.Capacity`, of rows that this rank did not send,
         and of those that its own experts had no room for.
+    invalid_ids : Tensor, int64, scalar
+        Number of this rank's expert ids of num_experts and more, whose rows are dropped although no negative
+        id says so: any is an error, such as ids that count from one (FP8MOE_CHECK=1 raises for them).
+    negative_ids : Tensor, int64, scalar
+        Number of this rank's expert ids below 0, which mean no expert, such as those of padding.
     x : TensorStats
         Input of the layer.
     a : TensorStats or None
@@ -72,6 +77,8 @@ class LayerStats:
 
     rows_per_expert: Tensor
     overflow: Tensor
+    invalid_ids: Tensor
+    negative_ids: Tensor
     x: TensorStats
     a: TensorStats | None
     dy: TensorStats | None = None
@@ -117,9 +124,9 @@ def of_tensor(values: Tensor) -> TensorStats:
     )
 
 
-def of_forward(x: Tensor, saved: Any, ffn: int | None) -> LayerStats:
-    """Statistics from the layer's input and the record of `fp8moe.moe_forward`; ffn: F, if the weights are
-    padded. Raises NotImplementedError for chunks."""
+def of_forward(x: Tensor, ids: Tensor, num_experts: int, saved: Any, ffn: int | None) -> LayerStats:
+    """Statistics from the layer's input and the record of `fp8moe.moe_forward`; num_experts: over all ranks;
+    ffn: F, if the weights are padded. Raises NotImplementedError for chunks."""
     if saved.later:
         raise NotImplementedError("collect_stats: got True with overlap_chunks; wanted False")
     a = None
@@ -134,7 +141,8 @@ def of_forward(x: Tensor, saved: Any, ffn: int | None) -> LayerStats:
     overflow = saved.plan.overflow
     if isinstance(saved.route, Route):
         overflow = overflow + saved.route.plan.overflow
-    return LayerStats(saved.plan.tokens_per_expert, overflow, of_tensor(x), a)
+    invalid, negative = (ids >= num_experts).sum(), (ids < 0).sum()
+    return LayerStats(saved.plan.tokens_per_expert, overflow, invalid, negative, of_tensor(x), a)
 
 
 class Collector:
@@ -143,8 +151,9 @@ class Collector:
     def __init__(self) -> None:
         self.stats: LayerStats | None = None
 
-    def forward(self, x: Tensor, saved: Any, ffn: int | None) -> None:
-        self.stats = of_forward(x, saved, ffn)
+    def forward(self, *forward: Any) -> None:
+        """The arguments of `of_forward`."""
+        self.stats = of_forward(*forward)
 
     def backward(self, dy: Tensor) -> None:
         if self.stats is not None:

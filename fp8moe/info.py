@@ -45,6 +45,7 @@ ADAPTERS = {
     "jax_ffi": _JAX,
     "jax_calls": _JAX,
     "jax_ops": _JAX,
+    "jax_stats": _JAX,
     "jax_tokens": _JAX,
     "jax_expert_parallel": _JAX,
     "transformer_engine_jax": _JAX,

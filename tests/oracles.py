@@ -159,3 +159,18 @@ def tile_scales(q, lo, hi):
         nothing = 2.0**-127 if q.block[1] == 32 else 1.0
         row += [float(scales.max()) if len(scales) else nothing] * part.shape[1]
     return row
+
+
+def lost(values):
+    """amax of float64 values, and the numbers of non-finite, saturated and flushed ones, from ml_dtypes
+    codes."""
+    saturated = flushed = 0
+    for row in values:
+        for start in range(0, len(row), 128):
+            block = row[start : start + 128]
+            amax = np.abs(block).max()
+            scale = 1.0 if amax == 0 or not np.isfinite(amax) else 2.0 ** -np.floor(np.log2(448 / amax))
+            codes = np.clip(block / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            saturated += (np.abs(block) > 448 * scale).sum()
+            flushed += ((codes == 0) & (block != 0)).sum()
+    return np.abs(values).max(), (~np.isfinite(values)).sum(), saturated, flushed

@@ -7,10 +7,9 @@ import tracemalloc
 import weakref
 from contextlib import nullcontext
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
+from oracles import lost
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -808,21 +807,6 @@ def test_other_dtypes(recipe, dtype):
 # ---------------------------------------------------------------- statistics
 
 
-def lost(values):
-    """amax and the numbers of non-finite, saturated and flushed values, from ml_dtypes codes, in float64."""
-    values = values.detach().cpu().double().numpy()
-    saturated = flushed = 0
-    for row in values:
-        for start in range(0, len(row), 128):
-            block = row[start : start + 128]
-            amax = np.abs(block).max()
-            scale = 1.0 if amax == 0 or not np.isfinite(amax) else 2.0 ** -np.floor(np.log2(448 / amax))
-            codes = np.clip(block / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-            saturated += (np.abs(block) > 448 * scale).sum()
-            flushed += ((codes == 0) & (block != 0)).sum()
-    return np.abs(values).max(), (~np.isfinite(values)).sum(), saturated, flushed
-
-
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
 def test_stats(recipe, recompute, device):
@@ -844,7 +828,7 @@ def test_stats(recipe, recompute, device):
     assert not stats.overflow.any()
     for actual, values in ((stats.x, x), (stats.dy, dy)):
         counts = actual.amax, actual.nonfinite, actual.saturated, actual.flushed
-        assert tuple(c.item() for c in counts) == lost(values)
+        assert tuple(c.item() for c in counts) == lost(values.detach().cpu().double().numpy())
         assert actual.elements == values.numel()
     assert stats.x.nonfinite.item() == 2
     assert stats.x.flushed.item() > 100
@@ -854,6 +838,19 @@ def test_stats(recipe, recompute, device):
     twin = copy.deepcopy(layer)
     with pytest.raises(RuntimeError, match="stats: got no forward with statistics"):
         twin.stats()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
+def test_stats_count_ids_without_an_expert(recipe, device):
+    layer, x = module(recipe, device, router=False), tokens(device)
+    layer.collect_stats = True
+    ids = torch.randint(-2, EXPERTS + 2, (len(x), TOPK), device=device)
+    for given in (ids, ids % EXPERTS, ids % EXPERTS + 1):  # the last ones count from one
+        layer(x, given, torch.rand(len(x), TOPK, device=device))
+        stats, flat = layer.stats(), given.flatten().tolist()
+        assert stats.invalid_ids.item() == sum(i >= EXPERTS for i in flat)
+        assert stats.negative_ids.item() == sum(i < 0 for i in flat)
+        assert stats.rows_per_expert.tolist() == [flat.count(e) for e in range(EXPERTS)]
 
 
 def test_stats_of_the_activation(device):
