@@ -55,11 +55,11 @@ MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 #: the environment, FP8MOE_CHECK in it, and its value that switches the checks on: read in every call from
 #: os.environ's own table in 0.06 us, because os.environ.get encodes and decodes for 1 us
-_ENVIRONMENT, _CHECK, _ON = (
-    (os.environ._data, b"FP8MOE_CHECK", b"1")
-    if os.name == "posix" and hasattr(os.environ, "_data")
-    else (os.environ, "FP8MOE_CHECK", "1")
-)
+_ENVIRONMENT: Any = os.environ
+_CHECK: Any = "FP8MOE_CHECK"
+_ON: Any = "1"
+if os.name == "posix" and hasattr(os.environ, "_data"):
+    _ENVIRONMENT, _CHECK, _ON = os.environ._data, os.fsencode(_CHECK), os.fsencode(_ON)
 MAX_EXPERTS = 2**20  # a plan has arrays of this length
 
 
