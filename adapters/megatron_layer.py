@@ -256,7 +256,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             for expert in range(self.num_local_experts):
                 for weight, init_method, dim in ((self.weight1, first, 0), (self.weight2, second, 1)):
                     if self.config.use_cpu_initialization:
-                        shape, halves = list(weight.shape[1:]), weight.partition_stride
+                        shape = list(weight.shape[1:])
+                        halves: int = weight.partition_stride  # type: ignore[attr-defined]
                         shape[dim] *= ranks
                         whole = torch.empty(shape, dtype=torch.float32)
                         init_method(whole)
