@@ -572,6 +572,12 @@ def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
     return torch.stack((*rounded, remainder), dim=-1)
 
 
+def gates_before_ups(interleaved: Tensor) -> Tensor:
+    """[E, 2F, ...] with all gates before all ups, for pairs (gate, up). Without torch.cat, which bfloat16
+    autocast rejects for float16 weights and vice versa."""
+    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 (or w1 and w3) and w2, after checks of dtypes and shapes for the recipe."""
     parts: list[Any] = list(w13) if type(w13) is tuple and len(w13) in (1, 2) else [w13]

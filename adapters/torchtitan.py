@@ -3,18 +3,21 @@
     from fp8moe.adapters.torchtitan import FP8MoEConverter
     model_registry("30B-A3B", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
 
-Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``), so
-checkpoints, FSDP and optimizers need no changes; every forward quantises the current weights. For experts of
-other classes than torchtitan's own gated ones the converter raises NotImplementedError. With torchtitan's
+Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``; gpt-oss's
+``mlp1_weight_EGD`` and so on), so checkpoints, FSDP and optimizers need no changes; every forward quantises
+the current weights. For experts of other classes than torchtitan's gated ones and gpt-oss's the converter
+raises NotImplementedError. With torchtitan's
 expert parallelism, rows are sent by `fp8moe.expert_parallel` over its mesh, and the experts still compile as
 one graph; the host reads the row counts, so a dispatcher's options for CUDA graphs raise NotImplementedError.
-w1 and w3, and their gradients, are never concatenated.
+w1 and w3, and their gradients, are never concatenated; gpt-oss's gates and ups, which alternate in memory,
+are copied in every forward.
 
 Tested with torchtitan 0.3 and its backends "partial_dtensor" and "spmd_types".
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,11 +27,16 @@ with needs("torchtitan"):
     from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torchtitan.components.quantization import QuantizationConverter
+    from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh, spmd_mesh_size
+    from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
+from fp8moe import Activation
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.adapters.torch_functional import gates_before_ups, moe_experts
 from fp8moe.adapters.torch_operation import refuse_codes
+from fp8moe.adapters.torch_sharding import local_of
 from fp8moe.layer_options import LayerOptions
 from fp8moe.recipes import Recipe
 
@@ -36,6 +44,12 @@ __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
 #: fields of `FP8RoutedExperts.Config` and of the converter's config that are passed to `moe_experts`
 OPTIONS = ("recipe", "recompute", "backend", "num_sms")
+#: the parameters of each class of experts whose forward `FP8RoutedExperts` computes
+PARAMETERS = {
+    GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"),
+    GptOssGroupedExperts: ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED"),
+}
+_EXPERTS = " or ".join(c.__name__ for c in PARAMETERS)
 
 
 class FP8RoutedExperts(RoutedExperts):
@@ -53,8 +67,9 @@ class FP8RoutedExperts(RoutedExperts):
     Raises
     ------
     NotImplementedError
-        For inner experts of another class than `GroupedExperts`, as of another converter; for a dispatcher
-        that does not synchronise with the host (``non_blocking_capacity_factor``, ``cudagraphable``).
+        For inner experts of another class than `GroupedExperts` and `GptOssGroupedExperts`, as of another
+        converter; for a dispatcher that does not synchronise with the host (``cudagraphable``,
+        ``non_blocking_capacity_factor``).
 
     Examples
     --------
@@ -80,33 +95,30 @@ class FP8RoutedExperts(RoutedExperts):
     def __init__(self, config: Config):
         _refuse_unsynchronised(config.token_dispatcher)  # an override may have replaced it
         super().__init__(config)
-        if type(self.inner_experts) is not GroupedExperts:  # whose forward this class does not call
+        if type(self.inner_experts) not in PARAMETERS:  # whose forward this class does not call
             raise NotImplementedError(
-                f"inner_experts: got {type(self.inner_experts).__name__}; wanted GroupedExperts; leave the "
-                "other converter or override of the experts out"
+                f"inner_experts: got {type(self.inner_experts).__name__}; wanted {_EXPERTS}; leave the other "
+                "converter or override of the experts out"
             )
+        self._names = PARAMETERS[type(self.inner_experts)]  # here: fully_shard makes a class of its own
         self._options = _options_of(config)
         self.inner_experts.register_load_state_dict_pre_hook(refuse_codes)
         self._comm: ProcessGroup | None = None
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        topk_scores_BLK: Tensor,
-        topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x: Tensor, topk_scores: Tensor, topk_expert_ids: Tensor, num_local_tokens_per_expert: Tensor
     ) -> Tensor:
         """Dispatch the tokens, compute their experts and combine the outputs.
 
         Parameters
         ----------
-        x_BLD : Tensor, floating point, [B, L, D] or [T, D]
+        x : Tensor, floating point, [B, L, D] or [T, D]
             Tokens.
-        topk_scores_BLK : Tensor, floating point, [B, L, K] or [T, K]
+        topk_scores : Tensor, floating point, [B, L, K] or [T, K]
             Factors of the experts' outputs.
-        topk_expert_ids_BLK : Tensor, int64, [B, L, K] or [T, K]
+        topk_expert_ids : Tensor, int64, [B, L, K] or [T, K]
             Expert ids of each token.
-        num_local_tokens_per_expert_E : Tensor, [E]
+        num_local_tokens_per_expert : Tensor, [E]
             Not used.
 
         Returns
@@ -122,28 +134,26 @@ class FP8RoutedExperts(RoutedExperts):
             If this rank does not have the weights of all its experts, as with ``fully_shard`` on
             ``inner_experts`` alone, which are not called.
         """
-        del num_local_tokens_per_expert_E
+        del num_local_tokens_per_expert
         experts = self.inner_experts
-        w1, w2, w3 = (
-            w.to_local() if isinstance(w, DTensor) else w
-            for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
-        )
+        first, *others = (local_of(getattr(experts, name)) for name in self._names)
         wanted = experts.num_experts // (1 if self._comm is None else self._comm.world_size)
-        if w1.shape[0] != wanted:  # tokens of the missing experts would be taken for those without an expert
+        if first.shape[0] != wanted:  # tokens of the missing experts would be taken for those without one
             raise RuntimeError(
-                f"w1_EFD: got {w1.shape[0]} experts on a rank; wanted {wanted}; use fully_shard on "
-                "FP8RoutedExperts or a module around it, not on inner_experts: it gathers weights for calls "
-                "of the module that it was given"
+                f"{self._names[0]}: got {first.shape[0]} experts on a rank; wanted {wanted}; use fully_shard "
+                "on FP8RoutedExperts or a module around it, not on inner_experts: it gathers weights for "
+                "calls of the module that it was given"
             )
-        return moe_experts(
-            x_BLD,
-            (w1, w3),
-            w2,
-            topk_expert_ids_BLK,
-            topk_scores_BLK,
-            comm=self._comm,
-            **{n: getattr(self._options, n) for n in OPTIONS},
-        )
+        options = {"comm": self._comm} | {n: getattr(self._options, n) for n in OPTIONS}
+        if len(others) == 2:
+            w3, w2 = others
+            return moe_experts(x, (first, w3), w2, topk_expert_ids, topk_scores, **options)
+        bias13, w2, bias2 = others
+        if (ranks := _tensor_parallel_ranks(experts)) > 1:  # they add their results, each with the bias
+            bias2 = ScaleBiasForward.apply(bias2, ranks, bias2.dtype)
+        options["activation"] = Activation("swiglu", experts.swiglu_limit, 1.702, 1.0)
+        w13, options["bias13"], options["bias2"] = gates_before_ups(first), gates_before_ups(bias13), bias2
+        return moe_experts(x, w13, w2, topk_expert_ids, topk_scores, **options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{n}={getattr(self._options, n)!r}" for n in OPTIONS)
@@ -152,6 +162,19 @@ class FP8RoutedExperts(RoutedExperts):
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         self._comm = None if mesh is None else ProcessGroup(mesh.get_group())
+
+
+# torchtitan looks up the shardings of arguments by their names, which its versions change: x_BLD, x_TD
+FP8RoutedExperts.forward.__signature__ = inspect.signature(RoutedExperts.forward)  # type: ignore[attr-defined]
+
+
+def _tensor_parallel_ranks(experts: Any) -> int:
+    if get_spmd_backend() == "spmd_types":
+        with maybe_set_sparse_mesh():
+            return int(spmd_mesh_size("tp"))
+    w = experts.mlp1_weight_EGD
+    axes = (w.device_mesh.mesh_dim_names or ()) if isinstance(w, DTensor) else ()
+    return int(w.device_mesh.size(axes.index("tp"))) if "tp" in axes else 1
 
 
 class FP8MoEConverter(QuantizationConverter):
@@ -203,8 +226,8 @@ class FP8MoEConverter(QuantizationConverter):
         Raises
         ------
         NotImplementedError
-            For experts that are not torchtitan's `GroupedExperts`, or a dispatcher that does not synchronise
-            with the host.
+            For experts that are not torchtitan's `GroupedExperts` or `GptOssGroupedExperts`, or a dispatcher
+            that does not synchronise with the host.
         ValueError
             For a model without routed experts.
         """
@@ -217,11 +240,12 @@ class FP8MoEConverter(QuantizationConverter):
                 "converter out of a dense model's"
             )
         for fqn, config, parent, attribute in layers:
-            for part, wanted in ((config, RoutedExperts), (config.inner_experts, GroupedExperts)):
+            for part, known in ((config, (RoutedExperts,)), (config.inner_experts, (*PARAMETERS,))):
                 owner = type(part)._owner
-                if owner is not wanted:
+                if owner not in known:
+                    names = " or ".join(c.__name__ for c in known)
                     raise NotImplementedError(
-                        f"{fqn}: got {owner.__name__}; wanted {wanted.__name__}; leave this converter out"
+                        f"{fqn}: got {owner.__name__}; wanted {names}; leave this converter out"
                     )
             _refuse_unsynchronised(config.token_dispatcher)
             new = FP8RoutedExperts.Config(

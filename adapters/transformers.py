@@ -48,7 +48,7 @@ import fp8moe
 from fp8moe import Activation
 from fp8moe.activation import GATED, Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.adapters.torch_functional import gates_before_ups, moe_experts
 from fp8moe.layer_options import LayerOptions
 from fp8moe.recipes import Recipe
 
@@ -212,16 +212,10 @@ def _multiply(
         # transformers' own expert parallelism names the experts of other ranks num_experts
         ids = torch.where(ids == len(w13), -1, ids)
     if experts.has_gate and not experts.is_concatenated:
-        w13 = _gates_before_ups(w13)
-        bias13 = None if bias13 is None else _gates_before_ups(bias13)
+        w13 = gates_before_ups(w13)
+        bias13 = None if bias13 is None else gates_before_ups(bias13)
     rest = {"activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
     return moe_experts(x, w13, w2, ids, probs, **options, **rest)
-
-
-def _gates_before_ups(interleaved: Tensor) -> Tensor:
-    """[E, 2F, ...] with all gates before all ups, for pairs (gate, up). Without torch.cat, which bfloat16
-    autocast rejects for float16 weights and vice versa."""
-    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 # ---------------------------------------------------------------- the activation between the two products

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,14 +54,21 @@ def exact(experts, x, scores, ids, dy):
     leaves = [t.detach().double().requires_grad_() for t in (x, scores, *experts.parameters())]
     x, scores, *weights = leaves
     w = dict(zip((n.split(".")[-1] for n, _ in experts.named_parameters()), weights, strict=True))
+    activation, b1, b3, b2 = Activation(), *(torch.zeros(E, n, dtype=torch.float64) for n in (F, F, D))
+    if "mlp1_weight_EGD" in w:  # gates and ups alternate
+        activation = Activation("swiglu", 7.0, 1.702, 1.0)
+        w["w1_EFD"], w["w3_EFD"] = (w["mlp1_weight_EGD"][:, i::2] for i in (0, 1))
+        b1, b3 = (w["mlp1_bias_EG"][:, i::2] for i in (0, 1))
+        w["w2_EDF"], b2 = w["mlp2_weight_EDF"], w["mlp2_bias_ED"]
     y = torch.zeros(B * L, D, dtype=torch.float64)
     flat, of = x.reshape(-1, D), ids.reshape(-1, K)
     for t in range(B * L):
         for k in range(K):
             e = of[t, k]
-            h = torch.cat((w["w1_EFD"][e] @ flat[t], w["w3_EFD"][e] @ flat[t]))
-            a = torch_swiglu(h[None], None, Activation())[0]
-            y = y.index_add(0, torch.tensor([t]), (scores.reshape(-1, K)[t, k] * (w["w2_EDF"][e] @ a))[None])
+            h = torch.cat((w["w1_EFD"][e] @ flat[t] + b1[e], w["w3_EFD"][e] @ flat[t] + b3[e]))
+            a = torch_swiglu(h[None], None, activation)[0]
+            out = scores.reshape(-1, K)[t, k] * (w["w2_EDF"][e] @ a + b2[e])
+            y = y.index_add(0, torch.tensor([t]), out[None])
     y.backward(dy.reshape(-1, D).double())
     return [y.detach().reshape(B, L, D), *(t.grad for t in leaves)]
 
@@ -74,11 +82,13 @@ def results(experts, x, scores, ids, counts, dy):
     return [y.detach(), *(t.grad for t in leaves), *(p.grad.clone() for p in experts.parameters())]
 
 
+@pytest.mark.parametrize("inner", [GroupedExperts, GptOssGroupedExperts])
 @pytest.mark.parametrize(
     ("recipe", "recompute"), [("bf16", None), ("fp8_flow", None), ("fp8_flow", "moe_expert")]
 )
-def test_routed_experts(recipe, recompute):
-    plain, experts = config().build(), converted(config(), recipe=recipe, recompute=recompute).build()
+def test_routed_experts(recipe, recompute, inner):
+    plain = config(inner).build()
+    experts = converted(config(inner), recipe=recipe, recompute=recompute).build()
     assert type(experts) is FP8RoutedExperts
     for p in plain.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -86,7 +96,7 @@ def test_routed_experts(recipe, recompute):
     for module, prefix in ((experts, "inner_experts."), (experts.inner_experts, "")):
         codes = {n: p.to(torch.float8_e4m3fn) for n, p in module.state_dict().items()}
         with pytest.raises(
-            TypeError, match=rf"^{prefix}w._E..: got dtype torch.float8_e4m3fn, codes without"
+            TypeError, match=rf"^{prefix}\w+_E\w+: got dtype torch.float8_e4m3fn, codes without"
         ):
             module.load_state_dict(codes)
     x, scores, ids, counts = routed()
@@ -96,9 +106,13 @@ def test_routed_experts(recipe, recompute):
     bound = 4 * (D + F) * 2.0**-24 if recipe == "bf16" else FP8_NOISE
     for actual, true in zip(results(experts, x, scores, ids, counts, dy), wanted, strict=True):
         assert (actual - true).norm() <= bound * true.norm()
-    # torchtitan's own experts multiply in bfloat16: about six roundings of 2^-9 of operands and results
-    y = plain(x, scores, ids, counts)
-    assert (y - wanted[0]).norm() <= 6 * 2.0**-9 * wanted[0].norm()
+    rows = (t.flatten(0, 1) for t in (x, scores, ids))  # [T, D], as later versions of torchtitan pass them
+    assert torch.equal(experts(*rows, counts), experts(x, scores, ids, counts).flatten(0, 1))
+    # torchtitan's own experts multiply in bfloat16: about six roundings of 2^-9 of operands and results.
+    # Those of gpt-oss take bfloat16 only, and round biases, sums with them, and four times in the activation.
+    own, roundings = (x, 6) if inner is GroupedExperts else (x.bfloat16(), 14)
+    y = plain(own, scores, ids, counts)
+    assert (y - wanted[0]).norm() <= roundings * 2.0**-9 * wanted[0].norm()
 
 
 @pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])
@@ -163,9 +177,21 @@ def test_expert_parallelism_of_two_ranks(tmp_path):
             rank.kill()
 
 
+class OtherExperts(GroupedExperts):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+
+def test_arguments_have_the_names_of_the_installed_torchtitan():
+    """By which its parallelize() finds their shardings: x_BLD in 0.3, x_TD later."""
+    names = RoutedExperts._cache_pos_arg_names(config().build())
+    assert converted(config()).build()._cache_pos_arg_names() == names
+
+
 def test_validation_errors():
-    with pytest.raises(NotImplementedError, match="got GptOssGroupedExperts; wanted GroupedExperts"):
-        converted(config(GptOssGroupedExperts))
+    with pytest.raises(NotImplementedError, match="got OtherExperts; wanted GroupedExperts or GptOss"):
+        converted(config(OtherExperts))
     with pytest.raises(ValueError, match="without routed experts; wanted one with them"):
         converted(model_registry("debugmodel").model)
     with pytest.raises(ValueError, match="recipe: got 'fp4'"):
@@ -190,8 +216,8 @@ def test_experts_that_a_later_converter_replaces_raise():
     """Only their weights would be read; their own forward would not be called."""
     both = converted(config())
     both.build()
-    both.inner_experts = config(GptOssGroupedExperts).inner_experts
-    with pytest.raises(NotImplementedError, match="inner_experts: got GptOssGroupedExperts; wanted Group"):
+    both.inner_experts = config(OtherExperts).inner_experts
+    with pytest.raises(NotImplementedError, match="inner_experts: got OtherExperts; wanted Group"):
         both.build()
 
 
