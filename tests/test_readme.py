@@ -21,6 +21,15 @@ def test_the_readme_is_short():
     assert "make demo " in text
 
 
+def test_the_installation_begins_with_a_new_pip():
+    """pip 23.2, of Python 3.11 and 3.12, raises ResolutionImpossible for torch with a CUDA extra."""
+    text = (ROOT / "README.md").read_text()
+    block = text.split("## Install\n\n```\n")[1].split("```")[0]
+    commands = [line.split("#")[0].strip() for line in block.splitlines()]
+    assert commands[0] == "pip install --upgrade pip"
+    assert "pip install '.[cuda13,torch]'" in commands
+
+
 @pytest.mark.parametrize(
     "path", [pytest.param(p, marks=needs_gpu(p.read_text())) for p in EXAMPLES], ids=lambda p: p.stem
 )
