@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 from fp8moe.adapters import needs
 
@@ -51,6 +51,7 @@ from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.layer_options import LayerOptions
 from fp8moe.recipes import GRADIENTS, Recipe
 from fp8moe.record_trees import arrays_in
+from fp8moe.scopes import Opening, Scope
 
 __all__ = ["FP8FlowMoE", "weights_unchanged"]
 
@@ -266,10 +267,9 @@ class FP8FlowMoE(nn.Module):
         self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
         self.w2 = self._weight(num_experts, hidden, ffn, **options)
         self.register_load_state_dict_pre_hook(_shards_given)
-        self._copies: _Copies | None = None  # copies that persist between forwards
+        self._kept: _Copies | None = None  # copies that persist between forwards
         self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
-        self._scopes = 0  # number of open weights_unchanged() contexts
-        self._shards: dict[str, Tensor] = {}  # weights that fully_shard replaces in the context's forwards
+        self._declared: dict[int, _Declared] = {}  # by the open weights_unchanged() contexts; see `_declare`
         self._handle = handle_of(self)
         self._collect_stats = False
         self._collector = Collector()
@@ -562,7 +562,7 @@ class FP8FlowMoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of the layer do not share its FP8 weights
-        own: dict[str, Any] = {"_copies": None, "_scopes": 0, "_shards": {}, "_collector": Collector()}
+        own: dict[str, Any] = {"_kept": None, "_declared": {}, "_collector": Collector()}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -702,7 +702,7 @@ class FP8FlowMoE(nn.Module):
     ) -> list[Quantized]:
         copies, capturing = self._copies, _capturing(own[0])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
-        if first is None and not self._scopes:
+        if first is None and not self._declared:
             requested = copies if copies is not None and copies.requested else None
             if recording or requested is None or not usable or requested.recorded or requested.changed(self):
                 if recording or requested is not None:  # micro-batches may go on with theirs
@@ -718,7 +718,8 @@ class FP8FlowMoE(nn.Module):
         elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
             raise _changed_error(changed, copies.overwritten, is_parametrized(self, changed))  # type: ignore[union-attr]
         assert copies is not None
-        copies.captured |= capturing
+        if capturing:
+            copies.captured, self._kept = True, copies
         copies.recorded |= recording
         return copies.records
 
@@ -728,7 +729,7 @@ class FP8FlowMoE(nn.Module):
                 f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
             )
         copies = self._copies
-        if self._scopes:
+        if self._declared:
             if copies is not None and copies.overwritten:
                 raise _changed_error("w13, w2", copies.overwritten)
             if copies is not None and copies.current and not copies.of_capture:
@@ -736,6 +737,28 @@ class FP8FlowMoE(nn.Module):
         elif copies is not None:
             self._release_copies()
         return list(quantize_fp8_weights(*own, activation=self.activation))
+
+    @property
+    def _copies(self) -> _Copies | None:
+        if self._kept is not None:
+            return self._kept
+        for declared in self._declared.values():
+            if declared.copies is not None:
+                return declared.copies
+        return None
+
+    @torch.compiler.disable  # as `_keep_copies`
+    def _declare(self, opening: weakref.ref[Opening]) -> None:
+        """Declare the weights unchanged as long as a context is open. No interrupt can prevent the end: it is
+        a callback in C, ``dict.pop``, which also releases the copies."""
+        first, whole = not self._declared, all(is_whole(w, self._ranks.mesh) for w in (self.w13, self.w2))
+        if first:
+            self._release_copies()
+        number = next(_numbers)
+        end = weakref.ref(cast(Opening, opening()), partial(self._declared.pop, number))
+        self._declared[number] = _Declared(end, {} if whole else {"w13": self.w13, "w2": self.w2})
+        if first and whole:
+            self._keep_copies()
 
     @torch.compiler.disable  # Dynamo makes StorageWeakRefs without attributes, whose __del__ raises
     def _keep_copies(self, requested: bool = False) -> _Copies:
@@ -759,14 +782,20 @@ class FP8FlowMoE(nn.Module):
         if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
             target = old.records
         if target is None:
-            self._copies = old = None  # releases the old copies first, to avoid holding two sets
+            old = None
+            self._drop_copies()  # first, to avoid holding two sets
+        else:  # in this order: an interrupt may leave a part of the old ones
+            old.valid = False  # type: ignore[union-attr]
+            # makes autograd reject a backward that saved the old copies
+            torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
+        _layers_with_copies[id(self)] = self
         codes = self._quantize_copies(self._own_experts(self.w13, self.w2), target)
         new = _Copies(self, codes, requested, captured=target is not None)
-        if target is not None:  # makes autograd reject a backward that saved the old copies
-            torch.autograd.graph.increment_version(new.tensors)
-        self._copies = new
-        with _layers_lock:
-            _layers_with_copies.add(self)
+        for declared in self._declared.values():
+            if not new.captured:
+                declared.copies = new
+                return new
+        self._kept = new
         return new
 
     def _quantize_copies(
@@ -779,10 +808,15 @@ class FP8FlowMoE(nn.Module):
 
     def _release_copies(self) -> None:
         """Drops the kept copies, or only invalidates them if a captured graph reads them."""
-        if self._copies is not None and self._copies.captured:
-            self._copies.current = False
+        if self._kept is not None and self._kept.captured:
+            self._kept.valid = False
         else:
-            self._copies = None
+            self._drop_copies()
+
+    def _drop_copies(self) -> None:
+        self._kept = None
+        for declared in self._declared.values():
+            declared.copies = None
 
     def _in_bf16(
         self,
@@ -824,8 +858,7 @@ def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any
                 layer._copies.overwritten = "load_state_dict()"
 
 
-@contextmanager
-def weights_unchanged(model: nn.Module) -> Iterator[None]:
+def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
     """Declare the weights of a model's `FP8FlowMoE` layers constant within a context.
 
     One set of FP8 copies then serves all forwards inside: the micro-batches of one optimizer step, or
@@ -866,30 +899,37 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a ModuleList of layers")
-    layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
-    entered = []
-    try:
-        for layer in layers:
-            entered.append(layer)
-            layer._scopes += 1
-            if layer._scopes == 1:
-                layer._release_copies()
-                if all(is_whole(w, layer._ranks.mesh) for w in (layer.w13, layer.w2)):
-                    layer._keep_copies()
-                else:
-                    layer._shards = {"w13": layer.w13, "w2": layer.w2}
-        yield
-    finally:
-        for layer in entered:
-            layer._scopes -= 1
-            if not layer._scopes:
-                layer._release_copies()
-                layer._shards = {}
+    return _Unchanged(model)
 
 
-#: existing layers with kept copies
-_layers_with_copies: weakref.WeakSet[FP8FlowMoE] = weakref.WeakSet()
-_layers_lock = threading.Lock()  # a set must not be modified while another thread iterates over it
+class _Unchanged(Scope):
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @torch.compiler.disable  # of a block in compiled code, which breaks the graph
+    def __enter__(self) -> None:
+        super().__enter__()
+
+    def enter(self, opening: weakref.ref[Opening]) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, FP8FlowMoE) and layer.recipe != "bf16":
+                layer._declare(opening)
+
+
+@dataclass
+class _Declared:
+    """What a layer holds while a weights_unchanged() context is open. shards: weights that fully_shard
+    replaces in the context's forwards."""
+
+    end: Any
+    shards: dict[str, Tensor]
+    copies: _Copies | None = None
+
+
+_numbers = itertools.count()  # of declarations
+
+#: existing layers with kept copies, by their id
+_layers_with_copies: weakref.WeakValueDictionary[int, FP8FlowMoE] = weakref.WeakValueDictionary()
 
 
 def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -898,8 +938,8 @@ def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     DeepSpeed, Megatron-LM and Apex step tensors of their own, in float32 or flattened, which are no
     parameters, and write the weights from them through ``.data``. Such a step outdates the copies of all
     weights that require a gradient."""
-    with _layers_lock:
-        layers = list(_layers_with_copies)
+    # a list of its own, as other threads may add layers
+    layers = [layer for layer in (ref() for ref in _layers_with_copies.valuerefs()) if layer is not None]
     layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
     if not layer_copies:
         return
@@ -932,19 +972,25 @@ class _Copies:
 
     requested: by quantize_weights(), for all forwards without gradients, and not for micro-batches only:
         outside of a context, writes to the shards of ``fully_shard`` would not be detected.
-    current: whether they may be used. overwritten: what has written the weights since without a trace, an
-        optimizer or load_state_dict(), or "". recorded: a forward with gradients has used them, so an
-        optimizer step may have followed undetected.
+    valid: whether nothing has outdated them. overwritten: what has written the weights since without a
+        trace, an optimizer or load_state_dict(), or "". recorded: a forward with gradients has used them, so
+        an optimizer step may have followed undetected.
     captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
         only after a replay.
     """
 
     def __init__(self, layer: FP8FlowMoE, records: list[Quantized], requested: bool, captured: bool):
         self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
-        self.current, self.overwritten, self.recorded, self.captured = True, "", False, captured
+        self.valid, self.overwritten, self.recorded, self.captured = True, "", False, captured
         self.of_capture = _capturing(layer.w13)
-        self._shards = layer._shards
+        self._declared, self._number = layer._declared, next(iter(layer._declared), None)
+        self._shards = {} if self._number is None else layer._declared[self._number].shards
         self._weight_states = [(_storage(w), _view(w), _version(w)) for _, w in self.weights_of(layer)]
+
+    @property
+    def current(self) -> bool:
+        """Whether they may be used: no longer than the context that they were made in is open."""
+        return self.valid and (self._number is None or self._number in self._declared)
 
     def weights_of(self, layer: FP8FlowMoE) -> list[tuple[str, Tensor]]:
         """The current weights, and the shards that ``fully_shard`` gathers them from without a trace."""

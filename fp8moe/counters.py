@@ -61,8 +61,8 @@ counting = active.get
 class _Counter:
     """Counts while a block is open; after it, the next event removes it."""
 
-    def __init__(self, opening: Opening, counts: Trace):
-        self._opening, self._counts = weakref.ref(opening), counts
+    def __init__(self, opening: weakref.ref[Opening], counts: Trace):
+        self._opening, self._counts = opening, counts
 
     def __call__(self, event: Event) -> None:
         if is_open(self._opening):
@@ -72,7 +72,7 @@ class _Counter:
 
 
 class _Tracing(Scope):
-    def enter(self, opening: Opening) -> Trace:
+    def enter(self, opening: weakref.ref[Opening]) -> Trace:
         counts = Trace()
         active.set((*counting(), _Counter(opening, counts)))
         return counts

@@ -42,12 +42,14 @@ class _Exit:
 
 class Scope(ContextDecorator):
     """A context manager. A subclass defines `enter`, which prepares what the context means as long as the
-    opening is open."""
+    opening is open. Its end is known from `is_open`, or from a weak reference's callback that is a function
+    of C too."""
 
     made: weakref.ref[Opening] | None = None  # by the ``with`` statement that enters next
     held: tuple[Opening, ...] = ()  # of `ExitStack`, which calls `close`
 
-    def enter(self, opening: Opening) -> Any:
+    def enter(self, opening: weakref.ref[Opening]) -> Any:
+        """What the context gives. The opening is a weak reference, as tracebacks keep a frame's variables."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -56,11 +58,15 @@ class Scope(ContextDecorator):
         if opening is None:
             opening = Opening()
             self.held += (opening,)
-        result = self.enter(opening)
+        lock = opening.lock
         try:
-            opening.lock.acquire()  # last
-        except BaseException:  # an interrupt after it; the traceback keeps the opening alive
-            opening.lock.release()
+            result = self.enter(weakref.ref(opening))
+            lock.acquire()  # last
+        except BaseException:
+            self.held = self.held[: self.held.index(opening)] if opening in self.held else self.held
+            opening = None  # ends what it means
+            if lock.locked():  # an interrupt after acquire()
+                lock.release()
             raise
         return result
 

@@ -11,7 +11,8 @@ def _call(work, moment):
 
     def handler(frame, event, argument):
         nonlocal passed
-        if event in ("call", "c_return"):
+        # Python ignores, with a message, what is raised in a __del__, such as those of torch's storages
+        if event in ("call", "c_return") and not _is_within_del(frame):
             passed += 1
             if passed == moment:
                 raise KeyboardInterrupt
@@ -24,6 +25,14 @@ def _call(work, moment):
     finally:
         sys.setprofile(None)
     return passed - 1  # the last one is setprofile's
+
+
+def _is_within_del(frame):
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def at_moments(work, most=400):

@@ -1,11 +1,11 @@
 """Ctrl-C at any moment of a call leaves nothing behind that changes what follows."""
 
+import copy
 import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from contextlib import ExitStack
 
 import numpy as np
@@ -16,6 +16,8 @@ from interrupts import at_moments
 
 import fp8moe
 from fp8moe import call, counters, scopes
+from fp8moe.adapters.torch_functional import quantize_fp8_weights
+from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 from fp8moe.grouped_gemm import _default
 from fp8moe.quantize import times_overwritten
 from fp8moe.workers import Workers
@@ -127,7 +129,7 @@ class Noted(scopes.Scope):
         self.noted = noted
 
     def enter(self, opening):
-        self.noted.append(weakref.ref(opening))
+        self.noted.append(opening)
         return "entered"
 
 
@@ -252,3 +254,56 @@ def test_signals_at_random_moments():
         if process.poll() is None:
             process.kill()
         assert (process.wait(), process.stdout.read()) == (0, "right\n")
+
+
+# ---------------------------------------------------------------- weights_unchanged
+
+
+# an interrupted constructor of torch's StorageWeakRef leaves one whose __del__ raises
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_does_not_leave_weights_unchanged_in_force():
+    layers = torch.nn.ModuleList(FP8FlowMoE(128, 128, 2, 1) for _ in range(3))
+    x, errors = torch.randn(3, 128), []
+
+    def work():
+        try:
+            with weights_unchanged(layers), layers[0].weights_unchanged():
+                layers[1](x)
+        except KeyboardInterrupt as error:
+            errors.append(error)  # whose traceback keeps every frame alive
+            raise
+
+    for moment in at_moments(work, most=150):
+        assert not any(layer._declared for layer in layers)
+        if moment % 10 == 0:
+            with torch.no_grad():
+                layers[0].w13.data.mul_(-1)  # not seen inside
+                assert torch.equal(layers[0](x), copy.deepcopy(layers[0])(x))
+    del errors[:]
+    assert not any(layer.fp8_weight_nbytes for layer in layers)
+
+
+# an interrupted constructor of torch's StorageWeakRef leaves one whose __del__ raises
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupted_copies_are_not_used():
+    """Copies that a CUDA graph reads are written in place."""
+    layer, x, whole = FP8FlowMoE(128, 128, 2, 1), torch.randn(3, 128), 0
+    with torch.no_grad():
+        layer.quantize_weights()
+        layer._kept.captured = True
+
+        def work():
+            layer.w13.data.mul_(-1)  # not seen
+            layer.quantize_weights()
+
+        for _ in at_moments(work, most=150):
+            if layer._kept.current:
+                whole += 1
+                codes = [q.rowwise.data for q in layer._kept.records]
+                fresh = [q.rowwise.data for q in quantize_fp8_weights(layer.w13, layer.w2)]
+                flipped = [q.rowwise.data for q in quantize_fp8_weights(-layer.w13, layer.w2)]
+                assert any(all(map(torch.equal, codes, those)) for those in (fresh, flipped))
+            else:
+                assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+            layer.quantize_weights()
+    assert 0 < whole < 150
