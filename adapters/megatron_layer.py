@@ -619,6 +619,11 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         LayerOptions(recipe, backend=backend, num_sms=num_sms)
         check_config(config, groups, refused_with(recipe) | REFUSED_BY_LAYER)
         activation_of(config)
+        if config.moe_shared_expert_overlap and getattr(config, "cuda_graph_impl", "none") != "none":
+            raise NotImplementedError(
+                f"cuda_graph_impl: got {config.cuda_graph_impl!r} with moe_shared_expert_overlap; wanted "
+                "'none', or moe_shared_expert_overlap=False"
+            )
         # `_set_recipe` sets the recipe, which depends on the layer's number
         params = {"recipe": "bf16", "backend": backend, "num_sms": num_sms}
         experts = ModuleSpec(module=FP8FlowExperts, params=params)
@@ -636,11 +641,6 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         self.token_dispatcher = _Dispatcher(config, groups)
         if self.shared_experts is not None and config.moe_shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
-            if getattr(config, "cuda_graph_impl", "none") != "none":
-                raise NotImplementedError(
-                    f"cuda_graph_impl: got {config.cuda_graph_impl!r} with moe_shared_expert_overlap; wanted "
-                    "'none', or moe_shared_expert_overlap=False"
-                )
         group = _group_of_parts(groups)
         self._comm = ProcessGroup(group) if group.size() > 1 else None
         if self._comm is not None:

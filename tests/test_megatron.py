@@ -502,6 +502,11 @@ def test_activations(options, activation):
         ("batch_invariant_mode", {"then": {"batch_invariant_mode": True}}, {}),
         ("quant_recipe", {"then": {"quant_recipe": object()}}, {}),
         ("fp8_wgrad", {"then": {"fp8_wgrad": False}}, {}),
+        (
+            "cuda_graph_impl",
+            {"then": {"moe_shared_expert_overlap": True, "cuda_graph_impl": "local"}},
+            {},
+        ),
         ("moe_pad_expert_input_to_capacity", {"then": {"moe_pad_expert_input_to_capacity": True}}, {}),
         ("moe_router_padding_for", {"then": {"moe_router_padding_for_quantization": True}}, {}),
         ("recipe", {"own": {"recipe": "fp8"}}, {}),
@@ -516,6 +521,19 @@ def test_unsupported_options_raise_in_the_constructor(name, options, sizes):
         setattr(given_config, field, value)
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name}[a-z_0-9]*: got"):
         megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), **own)
+
+
+def test_parts_of_experts_are_next_to_each_other(monkeypatch):
+    """In the group of expert and expert tensor parallelism together, whose ranks number the parts."""
+    layer = importlib.import_module("fp8moe.adapters.megatron_layer")
+    own = groups(ep=2, expt_tp=2, tp_ep=4)
+    ranks = {id(own.ep): [4, 6], id(own.tp_ep): [4, 5, 6, 7]}
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: ranks[id(group)])
+    assert layer._group_of_parts(own) is own.tp_ep
+    ranks[id(own.ep)] = [4, 5]
+    with pytest.raises(NotImplementedError, match=r"pg_collection: got the ranks \[4, 5\] as ep"):
+        layer._group_of_parts(own)
+    assert layer._group_of_parts(groups(ep=2)).size() == 2
 
 
 def test_the_guide_lists_what_is_refused():
