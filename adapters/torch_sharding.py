@@ -225,7 +225,8 @@ def checksum(tensors: Iterable[Tensor], start: Any, mesh: DeviceMesh) -> int:
             if t.device_mesh != mesh or not _is_replicated(t):
                 continue
             t = t._local_tensor
-        data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # a copy, because numpy() makes a storage one that fully_shard cannot free
+        data = t.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
         value = zlib.crc32(memoryview(data.numpy()), value)
     return value >> 1 or 1
 
