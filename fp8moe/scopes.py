@@ -37,7 +37,8 @@ class _Exit:
             return Scope.close
         opening = Opening()
         scope.made = weakref.ref(opening)
-        return partial(opening.lock.__exit__, opening)  # an argument that it ignores, and keeps alive
+        # the opening is an argument that the function ignores, and keeps alive
+        return partial(opening.lock.__exit__, opening)  # type: ignore[arg-type]
 
 
 class Scope(ContextDecorator):

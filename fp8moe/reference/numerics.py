@@ -122,7 +122,7 @@ class _PrivateFolder:
             super().ensure_cache_path()  # type: ignore[misc]
         except OSError as error:
             _passed_over[folder] = str(error)
-            given = numba.config.CACHE_DIR
+            given = numba.config.CACHE_DIR  # type: ignore[attr-defined]
             if given and Path(folder).is_relative_to(given):  # the others do without a word, as in Numba
                 _warn_of_cache(error)
             raise
@@ -131,7 +131,7 @@ class _PrivateFolder:
 _passed_over: dict[str, str] = {}  # why, by folder
 
 
-class _Implementation(FunctionCache._impl_class):  # type: ignore[misc]
+class _Implementation(FunctionCache._impl_class):  # type: ignore[misc, valid-type]
     _locator_classes: ClassVar[list[Any]] = [
         type(locator.__name__, (_PrivateFolder, locator), {})
         for locator in FunctionCache._impl_class._locator_classes
@@ -165,8 +165,8 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        locator = self._impl.locator
-        self._cache_file = _Entries(self._cache_path, self._impl.filename_base, locator.get_source_stamp())
+        stamp, name = self._impl.locator.get_source_stamp(), self._impl.filename_base
+        self._cache_file = _Entries(self._cache_path, name, stamp)  # type: ignore[assignment]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
