@@ -82,6 +82,8 @@ demo: .venv-demo/ready
 	.venv/bin/python $(INSTALL) -e '.[dev]'
 	touch $@
 
+# setuptools warns of any editable installation
+.venv-demo/ready: export PYTHONWARNINGS := ignore
 .venv-demo/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python $(INSTALL) --upgrade pip

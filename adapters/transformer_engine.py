@@ -118,7 +118,7 @@ def moe_permute_with_probs(
         Rows in expert order. Differentiable in ``inp``.
     probs : Tensor, [num_out_tokens]
         Probabilities of the rows. Differentiable in ``probs``.
-    row_id_map : Tensor, int32, [T, 2E+1]
+    row_id_map : Tensor, int32, [T, 2 * E + 1]
         Argument of `moe_unpermute`.
 
     Raises
@@ -169,7 +169,7 @@ def moe_permute_and_pad_with_probs(
         P rows including padding. The host reads P, so like the original this **synchronises once**.
     probs : Tensor, [P]
         Probabilities of the rows.
-    row_id_map : Tensor, int32, [T, 2E+1]
+    row_id_map : Tensor, int32, [T, 2 * E + 1]
         Argument of `moe_unpermute`.
     pad_offsets : Tensor, int32, [E], or None
         Argument of `moe_unpermute`: padding before each expert; None if all experts are aligned already.
@@ -220,7 +220,7 @@ def moe_unpermute(
     ----------
     inp : Tensor or QuantTensor, [rows, H]
         Rows in the order of `moe_permute`; codes are dequantised while they are read.
-    row_id_map : Tensor, int32, [T, 2E+1] or [k * T]
+    row_id_map : Tensor, int32, [T, 2 * E + 1] or [k * T]
         Row map of `moe_permute`, or Transformer Engine's own.
     merging_probs : Tensor, floating point, [T, E] or [T, k], or None
         "mask": [T, E]. "index": [T, k], converted to float32; without them k is 1, as in the original.

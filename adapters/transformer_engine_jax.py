@@ -65,7 +65,7 @@ def token_dispatch(
         align_size * align_size rows, zeros after the last expert's. Differentiable in ``inp``.
     probs : jax.Array, [rows], or None
         Probabilities of the rows. Differentiable in ``probs``.
-    row_id_map : jax.Array, int32, [T, 2E+1]
+    row_id_map : jax.Array, int32, [T, 2 * E + 1]
         Argument of `token_combine`.
     pad_offsets : jax.Array, int32, [E], or None
         Argument of `token_combine`; None without ``align_size``.
@@ -126,7 +126,7 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
     ----------
     inp : jax.Array, floating point, [rows, H]
         Rows in the order of `token_dispatch`. Padding is not read.
-    row_id_map : jax.Array, int32, [T, 2E+1]
+    row_id_map : jax.Array, int32, [T, 2 * E + 1]
         Row map of `token_dispatch`.
     merging_probs : jax.Array, floating point, [T, E] or [batch, sequence, E], or None
         Factors of the rows.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, close, host, routing, tall
+from fp8moe.benchmarks.harness import Case, Size, close, host, routing, tall
 from fp8moe.formats import BFLOAT16
 
 # (columns, contraction) of the forward product: experts of DeepSeek-V3 and Qwen3
@@ -17,27 +18,34 @@ WGRAD = [(4096, 7168), (7168, 2048)]
 DISTINCT_ROWS = 4096  # number of distinct random rows; they are repeated, which does not help a kernel
 
 
-def cases(quick: bool) -> list[Case]:
-    if quick:
-        return [
-            forward(512, 256, 256, 4),
-            *gathered(256, 256, 256, 4, 2),
-            *(wgrad(512, 256, 128, 4, t) for t in ("column", "block")),
-            *(forward_bf16(512, 256, 128, 4, dgrad=dgrad) for dgrad in (False, True)),
-            wgrad_bf16(512, 256, 128, 4),
-        ]
-    return [
-        *(forward(32_768, *shape, 8) for shape in FORWARD),
-        forward(32_768, 7168, 2048, 256),
-        *gathered(16_384, 1536, 2048, 128, 8),
-        *gathered(8192, 3072, 4096, 32, 8),
-        *(wgrad(32_768, *shape, 8, target) for target in ("column", "block") for shape in WGRAD),
-        wgrad(32_768, *WGRAD[0], 8, "column", accumulate=True),
-        wgrad(32_768, *WGRAD[0], 8, "block", accumulate=True),
-        *(forward_bf16(32_768, *shape, 8, dgrad=dgrad) for dgrad in (False, True) for shape in WGRAD),
-        *(wgrad_bf16(32_768, *shape, 8, dtype) for dtype in ("float32", "bfloat16") for shape in WGRAD),
-        wgrad_bf16(32_768, *WGRAD[0], 8, accumulate=True),
-    ]
+def cases(size: Size) -> Iterator[Case]:
+    if size != "cuda":
+        rows, n, k = (512, 256, 128) if size == "quick" else (2048, 1024, 512)
+        yield forward(rows, n, 2 * k, 4)
+        yield from gathered(rows // 2, n, 2 * k, 4, 2)
+        for target in ("column", "block"):
+            yield wgrad(rows, n, k, 4, target)
+        for dgrad in (False, True):
+            yield forward_bf16(rows, n, k, 4, dgrad=dgrad)
+        yield wgrad_bf16(rows, n, k, 4)
+        return
+    for shape in FORWARD:
+        yield forward(32_768, *shape, 8)
+    yield forward(32_768, 7168, 2048, 256)
+    yield from gathered(16_384, 1536, 2048, 128, 8)
+    yield from gathered(8192, 3072, 4096, 32, 8)
+    for target in ("column", "block"):
+        for shape in WGRAD:
+            yield wgrad(32_768, *shape, 8, target)
+    for target in ("column", "block"):
+        yield wgrad(32_768, *WGRAD[0], 8, target, accumulate=True)
+    for dgrad in (False, True):
+        for shape in WGRAD:
+            yield forward_bf16(32_768, *shape, 8, dgrad=dgrad)
+    for dtype in ("float32", "bfloat16"):
+        for shape in WGRAD:
+            yield wgrad_bf16(32_768, *shape, 8, dtype)
+    yield wgrad_bf16(32_768, *WGRAD[0], 8, accumulate=True)
 
 
 def forward(rows: int, n: int, k: int, groups: int) -> Case:

@@ -1,13 +1,15 @@
 """Time operations and compare them with the copy bandwidth of the same machine, measured in the same run.
 
-A topic is a module of this folder with ``cases(quick) -> list[Case]``. A case states the minimum number of
-bytes that the operation must move; its limit is that number divided by the copy bandwidth. Cases with wrong
-results are not reported.
+A topic is a module of this folder with ``cases(size) -> Iterator[Case]``, which makes the arrays of one
+shape at a time, and for a CPU small ones: no run needs 2 GB. A case states the minimum number of bytes that
+the operation must move; its limit is that number divided by the copy bandwidth. Cases with wrong results are
+not reported.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -20,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -49,6 +51,10 @@ TOPICS = (
     "router",
     "moe",
 )
+
+
+#: which shapes: small ones, or those for a device
+Size = Literal["quick", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -302,32 +308,29 @@ def main(
         raise ValueError(f"--allocator: got {allocator} on the {device}; wanted --device cuda")
     machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
     with torch_memory() if allocator == "torch" else nullcontext():
-        return _measured(topics or list(TOPICS), machine, quick, out)
+        size: Size = "quick" if quick else "cuda" if device == "cuda" else "cpu"
+        return _measured(topics or list(TOPICS), machine, size, out)
 
 
-def _measured(topics: list[str], machine: Cpu | Cuda, quick: bool, out: Path | None) -> int:
+def _measured(topics: list[str], machine: Cpu | Cuda, size: Size, out: Path | None) -> int:
     """Prints the table of the topics and appends their rows; returns 1 if a result was wrong."""
     rate = machine.copy_rate()
     print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
     columns = ("us", 10), ("limit us", 9), ("%", 5), ("TFLOP/s", 8), ("host us", 8), ("extra", 7)
     print(f"{'case':34} {'shape':34} " + " ".join(f"{name:>{width}}" for name, width in columns))
     wrong = 0
-    cases = [
-        (topic, case)
-        for topic in topics
-        for case in importlib.import_module(f"fp8moe.benchmarks.{topic}").cases(quick)
-    ]
-    with progress(len(cases)) as bar:
-        for topic, case in cases:
-            bar.set_description(case.name)
-            result = measure(topic, case, machine, rate, 5 if quick else 15)
-            bar.update()
-            if result is None:
-                wrong += 1
-                bar.write(f"{case.name:34} {case.shape:34} WRONG RESULT, not timed")
-                continue
-            bar.write(line(result))
-            append(out, asdict(result))
+    with progress() as bar:
+        for topic in topics:
+            for case in importlib.import_module(f"fp8moe.benchmarks.{topic}").cases(size):
+                bar.set_description(case.name)
+                result = measure(topic, case, machine, rate, 5 if size == "quick" else 15)
+                bar.update()
+                if result is None:
+                    wrong += 1
+                    bar.write(f"{case.name:34} {case.shape:34} WRONG RESULT, not timed")
+                    continue
+                bar.write(line(result))
+                append(out, asdict(result))
     return 1 if wrong else 0
 
 
@@ -394,10 +397,11 @@ def line(r: Result) -> str:
     )
 
 
-def progress(total: int) -> Any:
-    """A progress bar on a terminal (tqdm), with lines printed above it; otherwise only the lines."""
-    if sys.stderr.isatty():
-        return importlib.import_module("tqdm").tqdm(total=total, leave=False)
+def progress() -> Any:
+    """A progress bar on a terminal (tqdm, where it is installed), with lines printed above it; otherwise only
+    the lines."""
+    if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+        return importlib.import_module("tqdm").tqdm(leave=False, unit="case")
     return Silent()
 
 

@@ -33,10 +33,10 @@ def cases(quick: bool) -> list[Case]:
     small = permute.one_shape(*SMALL)
     if quick:
         return small
-    small += [c for c in plan.cases(False) if "256 experts" in c.shape or "256" in c.shape][:2]
+    small += [c for c in plan.cases("cuda") if "256 experts" in c.shape or "256" in c.shape][:2]
     large = permute.one_shape(4096, 256, 7168, 8, 16) + permute.one_shape(4096, 256, 7168, 8, 128)
-    tall = [c for c in transpose.cases(False) if c.shape.startswith(("48128", "4096,256"))]
-    return [*small, *large, *tall, swiglu.cases(False)[0]]
+    tall = [c for c in transpose.cases("cuda") if c.shape.startswith(("48128", "4096,256"))]
+    return [*small, *large, *tall, next(swiglu.cases("cuda"))]
 
 
 def main() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host, routing
+from fp8moe.benchmarks.harness import Case, Size, host, routing
 
 
-def cases(quick: bool) -> list[Case]:
-    tokens, hidden, ffn, experts, topk = (256, 128, 128, 4, 2) if quick else (2048, 512, 256, 8, 2)
+def cases(size: Size) -> Iterator[Case]:
+    tokens, hidden, ffn, experts, topk = (256, 128, 128, 4, 2) if size == "quick" else (2048, 512, 256, 8, 2)
     rng = np.random.default_rng(0)
     bf16 = ml_dtypes.bfloat16
     x, dy = (rng.standard_normal((tokens, hidden), dtype=np.float32).astype(bf16) for _ in range(2))
@@ -29,8 +31,8 @@ def cases(quick: bool) -> list[Case]:
     def right(y, *_):  # type: ignore[no-untyped-def]
         return bool(np.linalg.norm(host(y).astype(np.float32) - expected) < 0.125 * np.linalg.norm(expected))
 
-    return [
-        Case(
+    for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
+        yield Case(
             f"layer forward+backward {recipe}",
             f"{tokens} x {hidden} x {ffn}, {experts} top-{topk}",
             (x, dy, w13, w2, ids, probs),
@@ -38,5 +40,3 @@ def cases(quick: bool) -> list[Case]:
             right,
             flops=2 * 3 * 3 * tokens * topk * hidden * ffn,
         )
-        for recipe in ("bf16", "fp8_blockwise", "fp8_flow")
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host, routing
+from fp8moe.benchmarks.harness import Case, Size, host, routing
 
 # shapes of the FP8-Flow-MoE paper's benchmark: tokens, experts, hidden, top-k, alignment
 SHAPES = [
@@ -19,14 +20,14 @@ SHAPES = [
     (4096, 256, 7168, 8, 128),
     (4096, 512, 9216, 8, 128),
 ]
-QUICK = [(512, 32, 512, 4, 16)]
+QUICK, CPU = [(512, 32, 512, 4, 16)], SHAPES[:2]
 
 
-def cases(quick: bool) -> list[Case]:
-    result = [case for shape in (QUICK if quick else SHAPES) for case in one_shape(*shape)]
-    if not quick:
-        result += one_shape(4096, 256, 7168, 8, 128, skew=1.0)
-    return result
+def cases(size: Size) -> Iterator[Case]:
+    for shape in {"quick": QUICK, "cpu": CPU, "cuda": SHAPES}[size]:
+        yield from one_shape(*shape)
+    if size == "cuda":
+        yield from one_shape(4096, 256, 7168, 8, 128, skew=1.0)
 
 
 def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int, skew: float = 0.0) -> list[Case]:

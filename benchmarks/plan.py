@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host, routing
+from fp8moe.benchmarks.harness import Case, Size, host, routing
 
 
-def cases(quick: bool) -> list[Case]:
-    shapes = [(512, 32, 4)] if quick else [(4096, 256, 8), (4096, 64, 6)]
-    return [case for shape in shapes for case in both(*shape)]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in [(512, 32, 4)] if size == "quick" else [(4096, 256, 8), (4096, 64, 6)]:
+        yield from both(*shape)
 
 
 def both(tokens: int, experts: int, topk: int) -> list[Case]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, close, host, tall
+from fp8moe.benchmarks.harness import Case, Size, close, host, tall
 
 SHAPES = [(4096, 2048), (48_128, 7168)]
 # [experts, N, K]: w13 and w2 of the layers in benchmarks/layer.py
@@ -27,11 +28,13 @@ WEIGHTS = [
 WIDE = WEIGHTS[:3]  # also in float32
 
 
-def cases(quick: bool) -> list[Case]:
-    rows = [case for shape in ([(512, 512)] if quick else SHAPES) for case in one_shape(*shape)]
-    shapes, wide = ([(2, 256, 384)],) * 2 if quick else (WEIGHTS, WIDE)
-    rows += [weights(*shape, ml_dtypes.bfloat16) for shape in shapes]
-    return rows + [weights(*shape, np.float32) for shape in wide]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in {"quick": [(512, 512)], "cpu": SHAPES[:1], "cuda": SHAPES}[size]:
+        yield from one_shape(*shape)
+    few = [(2, 256, 384)] if size == "quick" else [(8, 1536, 2048)]
+    for dtype, many in ((ml_dtypes.bfloat16, WEIGHTS), (np.float32, WIDE)):
+        for experts, n, k in many if size == "cuda" else few:
+            yield weights(experts, n, k, dtype)
 
 
 def one_shape(rows: int, columns: int) -> list[Case]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host
+from fp8moe.benchmarks.harness import Case, Size, host
 
 DEEPSEEK = fp8moe.RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
 QWEN3 = fp8moe.RouterConfig(8)
@@ -15,9 +16,9 @@ QWEN3 = fp8moe.RouterConfig(8)
 SHAPES = [("Qwen3-MoE", 16_384, 128, QWEN3, False), ("DeepSeek-V3", 16_384, 256, DEEPSEEK, True)]
 
 
-def cases(quick: bool) -> list[Case]:
-    shapes = [("quick", 512, 32, QWEN3, True)] if quick else SHAPES
-    return [case for shape in shapes for case in one_shape(*shape)]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in [("quick", 512, 32, QWEN3, True)] if size == "quick" else SHAPES:
+        yield from one_shape(*shape)
 
 
 def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig, biased: bool) -> list[Case]:

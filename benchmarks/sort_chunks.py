@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host
+from fp8moe.benchmarks.harness import Case, Size, host
 
 SHAPES = [(256, 32_768, 7168), (256, 32_768, 2048)]
 
 
-def cases(quick: bool) -> list[Case]:
-    return [case for shape in ([(16, 512, 512)] if quick else SHAPES) for case in one_shape(*shape)]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in {"quick": [(16, 512, 512)], "cpu": [(64, 8192, 2048)], "cuda": SHAPES}[size]:
+        yield from one_shape(*shape)
 
 
 def one_shape(chunks: int, rows: int, hidden: int) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,14 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, close, host, tall
+from fp8moe.benchmarks.harness import Case, Size, close, host, tall
 
 SHAPES = [(32_768, 2048), (24_576, 1408)]
 
 
-def cases(quick: bool) -> list[Case]:
-    return [case for shape in ([(512, 256)] if quick else SHAPES) for case in one_shape(*shape)]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in {"quick": [(512, 256)], "cpu": [(4096, 1408)], "cuda": SHAPES}[size]:
+        yield from one_shape(*shape)
 
 
 def one_shape(rows: int, width: int) -> list[Case]:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, close, host, routing, tall
+from fp8moe.benchmarks.harness import Case, Size, close, host, routing, tall
 
 TO = {"column": "", "block": " to blocks"}  # suffix of the name, by target
 # rows, columns, groups: shapes of the FP8-Flow-MoE paper, and DeepSeek-V3's permuted rows
+CPU = [(6464, 2048, 8)]
 SHAPES = [(6464, 7168, 8), (29_024, 1280, 16), (12_496, 5120, 20), (48_128, 7168, 256)]
 
 
-def cases(quick: bool) -> list[Case]:
-    if quick:
-        return [one_shape(640, 512, 4, 128)]
-    mx = one_shape(12_496, 5120, 20, 32)
-    # as with a plan of align_size=128
-    whole = [one_shape(48_128, 7168, 256, 128, 128, target) for target in ("column", "block")]
-    gathered = [permuted(4096, 256, 7168, 8, target) for target in ("column", "block")]
-    return [*(one_shape(*shape, 128) for shape in SHAPES), *whole, mx, *gathered]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in {"quick": [(640, 512, 4)], "cpu": CPU, "cuda": SHAPES}[size]:
+        yield one_shape(*shape, 128)
+    if size == "cuda":
+        for target in TO:  # as with a plan of align_size=128
+            yield one_shape(48_128, 7168, 256, 128, 128, target)
+        yield one_shape(12_496, 5120, 20, 32)
+        for target in TO:
+            yield permuted(4096, 256, 7168, 8, target)
 
 
 def one_shape(

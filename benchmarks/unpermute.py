@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host, routing
+from fp8moe.benchmarks.harness import Case, Size, host, routing
 from fp8moe.benchmarks.permute import QUICK
 
 SHAPES = [(4096, 64, 2048, 6, 16), (4096, 256, 7168, 8, 16)]
 
 
-def cases(quick: bool) -> list[Case]:
-    return [case for shape in (QUICK if quick else SHAPES) for case in one_shape(*shape)]
+def cases(size: Size) -> Iterator[Case]:
+    for shape in {"quick": QUICK, "cpu": SHAPES[:1], "cuda": SHAPES}[size]:
+        yield from one_shape(*shape)
 
 
 def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int) -> list[Case]:

@@ -1,5 +1,6 @@
 """The layer with expert parallelism: one process per GPU of this machine, or two processes on the CPU."""
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def train(rank: int, world: int, gpus: bool, store: str) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     gpus = torch.cuda.device_count()
     world = gpus if gpus > 1 else 2
     with tempfile.TemporaryDirectory() as folder:

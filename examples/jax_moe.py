@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8moe.adapters import jax_ops
-from fp8moe.demo.train import standard_library_text
+from fp8moe.demo.text import generated_text
 
 WINDOW, EMBED, FFN, EXPERTS, TOPK, TOKENS, LR = 16, 16, 128, 8, 2, 512, 0.3
 HIDDEN = WINDOW * EMBED
@@ -58,7 +58,7 @@ def main():
     )
     parser.add_argument("steps", nargs="?", type=int, default=10)
     steps = parser.parse_args().steps
-    source = standard_library_text()
+    source = generated_text()
     for recipe in ("bf16", "fp8_flow"):
         generator = np.random.default_rng(0)
         p = new_parameters(jax.random.PRNGKey(0))

@@ -1,11 +1,13 @@
 """The command line: ``fp8moe {demo,info,selftest,compile,bench}``, or ``python -m fp8moe COMMAND``.
 
-Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement.
+Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement; 141 a closed pipe, as of
+``| head``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--layers", type=_positive, default=None, help="MoE layers")
     demo.add_argument("--experts", type=_positive, default=None, help="experts per layer, 2 or more")
     demo.add_argument("--seed", type=_seed, default=0, help="seed of weights and batches (default: 0)")
-    demo.add_argument("--text", type=Path, help="training text (default: the standard library's source)")
+    demo.add_argument(
+        "--text", type=Path, help="training text (default: generated, the same on all machines)"
+    )
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder")
     demo.add_argument("--no-check", action="store_true", help="report only: exit code 0 for any losses")
 
@@ -74,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # in a pipe too, each line when it is printed
     arguments = parser().parse_args(argv)
     verb = {
         "demo": _demo,
@@ -85,7 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.verb in ("demo", "bench") and arguments.device == "cuda":
             _require_cuda()
-        return verb(arguments)
+        code = verb(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # nobody reads any more; what is still buffered goes nowhere at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # that of SIGPIPE, as other commands
     except (fp8moe.BackendUnavailable, OSError, ValueError) as error:
         print(f"fp8moe {arguments.verb}: {error}", file=sys.stderr)
         return 2

@@ -115,7 +115,7 @@ def plan_row_map(
 
     Parameters
     ----------
-    row_id_map : ArrayLike, int32, [T, 2E+1]
+    row_id_map : ArrayLike, int32, [T, 2 * E + 1]
         As `PermutationPlan.row_id_map` with R = E. Only the first n_t entries of token t are read; the others
         may have any value.
     pad_offsets : ArrayLike, int32, [E], or None

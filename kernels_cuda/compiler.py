@@ -188,7 +188,8 @@ def _entry(name: str, architecture: str, key: str) -> str:
 
 
 def main(architectures: list[str] | None) -> int:
-    """Compiles everything and prints registers and spills; returns 1 if anything fails or spills."""
+    """Compiles everything into the cache and prints registers and spills; returns 1 if anything fails or
+    spills."""
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
     # those of `driver.architecture`
@@ -206,12 +207,13 @@ def main(architectures: list[str] | None) -> int:
         for path, defines in ((p, d) for p in sources(architecture) for d in variants(p)):
             start = time.perf_counter()
             try:
-                _, log = compile_source(path, architecture, defines)
+                code, log = compile_source(path, architecture, defines)
             except CompileError as error:
                 print(f"{path.name:58} {architecture:9} FAILED {' '.join(defines)}\n{error}")
                 failed += 1
                 continue
             took = (time.perf_counter() - start) * 1e3
+            _write(_entry(path.stem, architecture, _key(path, architecture, defines)), code)
             for name, registers, spills, shared in usage(log):
                 label = f"{path.stem}.{name} {' '.join(defines)}"
                 print(f"{label:58} {architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")

@@ -1,6 +1,7 @@
 """The command line, as a user calls it."""
 
 import importlib
+import importlib.util
 import itertools
 import json
 import re
@@ -240,8 +241,8 @@ def test_bench_does_not_time_wrong_results(monkeypatch, capsys):
 
     from fp8moe.benchmarks import quantize
 
-    cases = [replace(c, check=lambda *_: False) for c in quantize.cases(True)]
-    monkeypatch.setattr(quantize, "cases", lambda quick: cases)
+    cases = [replace(c, check=lambda *_: False) for c in quantize.cases("quick")]
+    monkeypatch.setattr(quantize, "cases", lambda size: cases)
     assert main(["bench", "quantize", "--device", "cpu", "--quick"]) == 1
     assert "WRONG RESULT" in capsys.readouterr().out
 
@@ -348,10 +349,54 @@ def test_demo_validation_errors(tmp_path, capsys, monkeypatch):
     assert "pip install 'fp8moe[bench]'" in error
 
 
-def test_demo_text_is_python_source():
-    text = bytes(train.standard_library_text())
-    assert len(text) > 1_000_000
-    assert b"def __init__(self" in text
+def test_the_text_of_the_demo_is_the_same_on_all_machines():
+    """Its digest was the same with Python 3.11, 3.12 and 3.13: losses of other machines can be compared."""
+    from hashlib import sha256
+
+    from fp8moe.demo.text import generated_text
+
+    text = bytes(generated_text())
+    assert len(text) == 4_000_000
+    assert text.startswith(bytes(generated_text(1000)))
+    digest = "19c91be9eafdacd2868f320da80488c2931fff95e2505142a6b01661f61289d7"
+    assert sha256(text).hexdigest() == digest
+
+
+def test_the_sample_of_the_demo_has_no_control_characters():
+    from fp8moe.demo.train import printable
+
+    assert printable("a\n\x1b[2Jb\x07\x9b\u0627") == "a\n\\x1b[2Jb\\x07\\x9b\u0627"
+
+
+def test_a_pipe_gets_lines_at_once_and_may_be_closed():
+    program = (
+        "import sys; from fp8moe import __main__ as m, info; "
+        "lines = lambda: [print('x' * 99) for _ in range(9999)]; "
+        "m._info = lambda _: (print('first'), sys.stdin.read(1), lines(), 0)[-1]; "
+        "sys.exit(m.main(['info']))"
+    )
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", program], **streams, text=True) as process:
+        assert process.stdout.readline() == "first\n"  # while the command waits for us
+        process.stdout.close()
+        process.stdin.write("go")
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait()) == ("", 141)
+
+
+def test_benchmarks_make_the_arrays_of_one_shape_at_a_time(monkeypatch):
+    """And on a terminal without tqdm print plain lines."""
+    from fp8moe.benchmarks import swiglu
+
+    made = []
+    monkeypatch.setattr(swiglu, "one_shape", lambda *shape: made.append(shape) or [shape])
+    cases = swiglu.cases("cuda")
+    assert made == []
+    assert (next(cases), made) == (swiglu.SHAPES[0], swiglu.SHAPES[:1])
+    assert max(rows * width for rows, width in swiglu.cases("cpu")) * 20 < 2**29  # bytes of one shape
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert isinstance(harness.progress(), harness.Silent)
 
 
 def test_the_roofline_is_drawn(tmp_path):

@@ -203,8 +203,13 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
         "ptxas info : Used 53 registers, used 1 barriers, 16 bytes smem"
     )
     monkeypatch.setattr(compiler, "sources", lambda architecture: [compiler.SOURCES / "unpermute.cu"])
-    monkeypatch.setattr(compiler, "compile_source", lambda path, architecture, defines: (b"", log))
+    code, written = bytes([spills, 1, 2]), {}
+    monkeypatch.setattr(compiler, "compile_source", lambda path, architecture, defines: (code, log))
+    monkeypatch.setattr(compiler, "_write", written.__setitem__)
     assert compiler.main(["sm_80"]) == status
+    path = compiler.SOURCES / "unpermute.cu"
+    key = compiler._key(path, "sm_80", compiler.variants(path)[0])  # which a launch reads
+    assert written == {compiler._entry("unpermute", "sm_80", key): code}
     line, last = capsys.readouterr().out.splitlines()[-2:]
     assert line.split()[:-1] == ["unpermute.permute_rows", "sm_80", "53", str(spills), "16"]
     assert last.startswith(f"1 kernels, {status} with spills, 0 variants")

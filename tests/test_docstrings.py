@@ -178,3 +178,10 @@ def test_attributes(module, public):
     assert sections[""][0].endswith(".")
     described = [name for name, _ in items_of(sections["Attributes"])]
     assert described == [field.name for field in dataclasses.fields(public)]
+
+
+def test_no_shape_is_a_number():
+    """The API pages parse types as Python: they print [T, 20.0] for [T, 2E+1]."""
+    types = re.compile(r"^ *\w+ : .*\b\d+[eE][+-]?\d", re.MULTILINE)
+    found = [f"{module}.{name}" for module, name, public in PUBLIC if types.search(public.__doc__ or "")]
+    assert not found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,10 +14,10 @@ import numpy as np
 
 import fp8moe
 from fp8moe.demo.model import Config, Model, batches, learning_rate
+from fp8moe.demo.text import generated_text
 from fp8moe.info import command, commit
 from fp8moe.recipes import RECIPES
 
-MAX_TEXT = 4_000_000
 #: maximum relative difference of fp8_flow's loss from bf16's, averaged over the last tenth of the run
 ALLOWED_DEVIATION = 0.0025
 
@@ -40,19 +39,6 @@ class Run:
     def final(self) -> float:
         """Mean loss over the last tenth of the steps."""
         return float(np.mean(self.losses[-max(1, len(self.losses) // 10) :]))
-
-
-def standard_library_text() -> np.ndarray:
-    """The source of the Python standard library on this machine, as bytes, at most 4 MB."""
-    parts, size = [], 0
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if size > MAX_TEXT:
-            break
-    if not parts:
-        raise FileNotFoundError(f"no Python source beside {os.__file__}; pass --text FILE")
-    return np.frombuffer(b"\n".join(parts)[:MAX_TEXT], np.uint8)
 
 
 def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[str, Run], dict[str, Model]]:
@@ -136,7 +122,12 @@ def sample(model: Model, prompt: bytes, length: int, temperature: float = 0.6) -
         probs = model.next_byte_probs(context)[0]
         probs = np.asarray(probs.get() if hasattr(probs, "get") else probs, np.float64) ** (1 / temperature)
         text.append(int(rng.choice(256, p=probs / probs.sum())))
-    return bytes(text[-length - len(prompt) :]).decode("utf-8", "replace")
+    return printable(bytes(text[-length - len(prompt) :]).decode("utf-8", "replace"))
+
+
+def printable(text: str) -> str:
+    """The text with escapes for characters that a terminal would obey, line ends excepted."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
@@ -161,7 +152,7 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
         from fp8moe.interop import require_cupy
 
         xp = require_cupy("--device cuda")
-    text = standard_library_text() if text_file is None else np.fromfile(text_file, np.uint8)
+    text = generated_text() if text_file is None else np.fromfile(text_file, np.uint8)
     if len(text) <= config.window:
         raise ValueError(f"text: got {len(text)} bytes; wanted more than the window size, {config.window}")
     print(
