@@ -28,6 +28,7 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_operation import refuse_codes
 from fp8moe.layer_options import LayerOptions
+from fp8moe.recipes import Recipe
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages
@@ -213,7 +214,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         pg_collection: Any = None,
         name: str | None = None,
         *,
-        recipe: str = "fp8_flow",
+        recipe: Recipe = "fp8_flow",
         backend: str | None = None,
         num_sms: int | None = None,
     ):
@@ -610,7 +611,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         layer_number: int | None = None,
         pg_collection: Any = None,
         *,
-        recipe: str = "fp8_flow",
+        recipe: Recipe = "fp8_flow",
         backend: str | None = None,
         num_sms: int | None = None,
         **options: Any,
@@ -718,7 +719,7 @@ def _refuse_captured_experts(config: Any) -> None:
 def use_fp8_flow(
     spec: Any,
     *,
-    recipe: str = "fp8_flow",
+    recipe: Recipe = "fp8_flow",
     backend: str | None = None,
     num_sms: int | None = None,
     dispatcher: str = "fp8moe",

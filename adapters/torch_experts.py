@@ -286,7 +286,7 @@ _PLACEHOLDER = _Placeholder()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, handle, collector, options):  # type: ignore[no-untyped-def]
-        forward = _forward_by_operator if dispatch_modes() else _call_forward
+        forward: Any = _forward_by_operator if dispatch_modes() else _call_forward
         y, saved = forward(x, ids, probs, gemm_weights, options, comm, handle)
         if collector is not None:
             ranks = 1 if comm is None else comm.world_size

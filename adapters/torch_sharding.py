@@ -227,7 +227,7 @@ def checksum(tensors: Iterable[Tensor], start: Any, mesh: DeviceMesh) -> int:
             t = t._local_tensor
         # a copy, because numpy() makes a storage one that fully_shard cannot free
         data = t.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
-        value = zlib.crc32(memoryview(data.numpy()), value)
+        value = zlib.crc32(data.numpy().data, value)
     return value >> 1 or 1
 
 
