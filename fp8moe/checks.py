@@ -210,7 +210,7 @@ def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:
 
 def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
     """Check that a block is one of ``wanted``; returns it with sizes of type int."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not _is_block(value):
         if any(isinstance(size, bool) or not hasattr(size, "__index__") for size in value):
             raise TypeError(f"{name}: got {value!r}; wanted one of {', '.join(map(repr, wanted))}")
         value = tuple([operator.index(size) for size in value])
@@ -431,7 +431,7 @@ def column_scales(call: Any, name: str, q: QuantTensor, expert_offsets: Any) -> 
 
 
 def _is_block(value: Any) -> bool:
-    return value is None or (isinstance(value, tuple) and all(type(size) is int for size in value))
+    return value is None or (isinstance(value, tuple) and {*map(type, value)} <= {int})
 
 
 def powers_of_two(call: Any, name: str, q: QuantTensor) -> None:
