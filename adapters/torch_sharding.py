@@ -453,11 +453,11 @@ def exclude_from_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> experts = FP8FlowMoE(64, 128, num_experts=4, topk=2, recipe="bf16", process_group=dist.group.WORLD)
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), experts)
-    >>> model = torch.nn.parallel.DistributedDataParallel(exclude_from_ddp(model))
-    >>> model(torch.ones(3, 64)).sum().backward()
-    >>> experts.w13.grad.shape
-    torch.Size([4, 256, 64])
+    >>> exclude_from_ddp(model) is model
+    True
     >>> dist.destroy_process_group()
+
+    After this ``torch.nn.parallel.DistributedDataParallel(model)`` averages the other gradients.
     """
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, p in model.named_parameters():
