@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fp8moe import PermutationPlan, Quantized, QuantTensor, RouterConfig, record_trees, workspace
+from fp8moe import (
+    PermutationPlan,
+    Permuted,
+    Quantized,
+    QuantTensor,
+    RouterConfig,
+    SortedChunks,
+    record_trees,
+    workspace,
+)
 from fp8moe.activation import Activation
 from fp8moe.formats import Block
 from fp8moe.interop import dtype_named
@@ -33,7 +42,10 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     )
 
 record_trees.SYMBOLIC_TYPES.add(torch.SymInt)
-record_trees.prepare(Tensor, torch.nn.Parameter, QuantTensor, Quantized, PermutationPlan)
+record_trees.prepare(
+    *(Tensor, torch.nn.Parameter, torch.dtype, torch.SymInt),
+    *(QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, RouterConfig, Activation),
+)
 
 NAMESPACE = "fp8moe"
 library = torch.library.Library(NAMESPACE, "DEF")

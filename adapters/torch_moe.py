@@ -873,6 +873,11 @@ def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
         A layer, or a module that contains layers. Nothing else is affected: `moe_experts`, and transformers'
         experts with this library's implementation, quantise plain weights in every forward.
 
+    Returns
+    -------
+    context manager
+        The context; it can be entered several times.
+
     Raises
     ------
     TypeError

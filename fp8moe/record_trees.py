@@ -36,7 +36,7 @@ def field_names(kind: type) -> tuple[str, ...] | None:
 
 
 _METADATA, _TUPLE, _ARRAY = "metadata", "tuple", "array"
-_forms: dict[type, Any] = {}
+_forms: dict[type, Any] = {**dict.fromkeys(METADATA_TYPES, _METADATA), tuple: _TUPLE, list: _ARRAY}
 
 
 def prepare(*kinds: type) -> None:

@@ -126,7 +126,7 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences, padded=
         if config.topk_groups < config.num_groups:
             sums = sums_of_groups(x, config, wide_bias)[1].sort(dim=1, descending=True).values
             apart = sums[:, config.topk_groups - 1] - sums[:, config.topk_groups] > 4 * bound
-            assert (~apart[clear]).sum() <= 0.1 * clear.sum()
+            assert (~apart[clear]).sum() <= max(1, 0.1 * clear.sum())  # a tenth of five tokens is none
             clear &= apart
         torch.testing.assert_close(chosen[clear], wanted[clear], rtol=0, atol=2 * bound)
         same = (expected.topk_ids == actual.topk_ids).all(axis=1)

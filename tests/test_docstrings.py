@@ -134,7 +134,10 @@ def check_parameters(public, sections):
         assert "Parameters" not in sections
         return parameters
     described = items_of(sections["Parameters"])
-    assert [name for name, _ in described] == [STARS.get(p.kind, "") + n for n, p in parameters.items()]
+    if "__signature__" in vars(public):  # another library's names, which its versions change
+        assert len(described) == len(parameters)
+    else:
+        assert [name for name, _ in described] == [STARS.get(p.kind, "") + n for n, p in parameters.items()]
     for (name, kind), parameter in zip(described, parameters.values(), strict=True):
         if parameter.annotation is not parameter.empty and "Any" not in str(parameter.annotation):
             assert has_array(kind) == has_array(parameter.annotation), name

@@ -903,7 +903,7 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
     tests = ("test_schema", "test_faketensor")
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
     formats = "" if recipe == "bf16" else "e4m3,e4m3"
-    gradients = "dx,dprobs,dw13,dw2", False, formats
+    gradients = "dx,dprobs,dw13,dw2", False, False, False, False, formats
     every = Options(recipe, recompute, 0, SWIGLU, None, None, None, False, *gradients)
     for options in (every, every._replace(gradients="dx,dprobs"), every._replace(gradients="")):
         arguments = forward.flatten((x, gemm_weights, ids, probs, options))
