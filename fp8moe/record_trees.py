@@ -9,7 +9,7 @@ from typing import Any
 from fp8moe.records import ArraySpec, DeviceArray, Options
 
 #: types of fields that are not arrays
-METADATA_TYPES = frozenset({int, float, str, bool, type(None)})
+METADATA_TYPES: frozenset[type] = frozenset({int, float, str, bool, type(None)})
 #: types of symbolic integers of a compiler, added by its adapter (`fp8moe.adapters.torch_library`)
 SYMBOLIC_TYPES: set[type] = set()
 
