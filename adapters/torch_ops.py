@@ -31,6 +31,7 @@ from fp8moe.adapters.torch_operation import (
     Gradient,
     Values,
     check_float,
+    check_tensor,
     documented,
     is_recorded,
     operation,
@@ -446,6 +447,9 @@ permute_gemm = public(
 
 @functools.wraps(_product)
 def grouped_gemm(x: Any, w: Any, expert_offsets: Tensor, *counts: Tensor | None, **options: Any) -> Any:
+    for name, t in (("x", x), ("w", w)):
+        if isinstance(t, Tensor):  # a sparse one has no contiguous()
+            check_tensor(name, t)
     x, w = (t.contiguous() if isinstance(t, Tensor) else t for t in (x, w))
     return _product(x, w, expert_offsets, *counts, **options)
 

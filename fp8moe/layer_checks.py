@@ -293,6 +293,8 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
             "saved: got the record of a forward with gradients=(), which saves no tensors; wanted these "
             "gradients in the forward's gradients, too"
         )
+    if saved.w2 is None and not {*gradients} <= {"dw2"}:
+        raise TypeError("saved.w2: got None; wanted the forward's weights")
     requirements = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
     for name, saved_tensor, dependents in requirements:
         missing = [gradient for gradient in gradients if gradient in dependents]

@@ -38,6 +38,7 @@ OTHERS = {
     "integers": lambda: np.array([1, 128]),
     "names": lambda: np.array(["e4m3", "e5m2"]),
     "complex": lambda: torch.ones(3, 3, dtype=torch.complex64),
+    "sparse": lambda: torch.eye(3).to_sparse(),
 }
 REFUSALS = TypeError, ValueError, NotImplementedError
 #: torch reads the one itself; the others are other libraries' objects
@@ -107,3 +108,9 @@ def test_errors_name_the_argument_that_was_changed(door):
         except Exception as error:
             wrong.append((name, field, how, error))
     assert wrong == []
+
+
+def test_missing_weights_of_a_backward_are_named():
+    call = CALLS["moe_backward"]
+    with pytest.raises(TypeError, match=r"saved\.w2: got None"):
+        fp8moe.moe_backward(**call | {"saved": replace(call["saved"], w2=None)})
