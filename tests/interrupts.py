@@ -37,8 +37,9 @@ def _is_within_del(frame):
 
 def at_moments(work, most=400):
     """Call work() again and again, each time with a KeyboardInterrupt at another moment: at every one, or at
-    ``most`` that are drawn; yields after each call."""
+    ``most`` of them: the first, the last, and others that are drawn; yields after each call."""
     count = _call(work, None)
-    for moment in random.sample(range(1, count + 1), min(most, count)):
+    drawn = random.sample(range(2, count), min(most, count) - 2)
+    for moment in (1, *drawn, count):
         _call(work, moment)
         yield moment
