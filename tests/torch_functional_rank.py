@@ -83,23 +83,42 @@ for case in (("fp8_flow", "moe_expert", True, comm), ("bf16", None, False, bound
     check(*case)
 assert bounded.overflow().tolist() == [0, 0]
 
+
+def of_layer(layer, forward, x, *routed, **options):
+    """y, its gradients of x and of all parameters, which `main_grad` of w13 takes in the grad's place."""
+    layer.w13.main_grad.zero_()
+    layer.zero_grad()
+    x = x.clone().requires_grad_("padding_mask" in options)
+    y = forward(x, *routed, **options)
+    y.backward(numbers(*x.shape, seed=RANK).bfloat16())
+    assert layer.w13.grad is None
+    local = [None if w.grad is None else w.grad.to_local() for w in (layer.router.weight, layer.w2)]
+    return [y.detach(), x.grad, layer.w13.main_grad.clone(), *local]
+
+
+tokens = 24
+x = numbers(tokens, H, seed=RANK).bfloat16()
+routed = torch.arange(tokens * K).reshape(tokens, K) % E, numbers(tokens, K, seed=RANK + 20).abs()
+# rank 1 also without a token of its own
+some, all_of_rank_1 = numbers(tokens, seed=RANK + 40) < 0, torch.full([tokens], RANK == 1)
 for recipe in ("fp8_flow", "bf16"):
     layer = FP8FlowMoE(H, F, E, K, recipe=recipe, process_group=dist.group.WORLD)
     layer.w13.main_grad = torch.zeros(E // WORLD, 2 * F, H)
-    x = numbers(24, H, seed=RANK).bfloat16()
     run = compiled(layer)
-    grads = []
-    for forward in (layer, run):
-        layer.w13.main_grad.zero_()
-        layer.zero_grad()
-        y = forward(x)
-        y.backward(torch.ones_like(y))
-        of_w13 = layer.w13.main_grad
-        local = (w.grad.to_local() for w in (layer.router.weight, layer.w2))
-        grads.append([y.detach(), of_w13.clone(), *local])
-    for a, b in zip(*grads, strict=True):
-        assert b.any()
-        assert torch.equal(a, b) if recipe == "fp8_flow" else (a - b).norm() <= 0.02 * a.norm()
+    for padding, given in ((None, ()), (some, ()), (all_of_rank_1, ()), (some, routed)):
+        options = {} if padding is None else {"padding_mask": padding}
+        rows = x if padding is None else x.masked_fill(padding[:, None], torch.nan)
+        eager, actual = (of_layer(layer, forward, rows, *given, **options) for forward in (layer, run))
+        for a, b in zip(eager, actual, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+        y, dx, *of_weights = actual
+        assert all(g.any() for g in of_weights if g is not None)
+        if padding is None:
+            continue
+        for result in (y, dx):
+            assert not result[padding].any()
+            assert result[~padding].any(dim=1).all()
 
 
 for router in (layer.router.weight.detach().to_local() + RANK, torch.zeros(E, H)):  # once different
