@@ -12,8 +12,8 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -388,32 +388,6 @@ def _padding() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _standing(prefixes: Iterable[str] = ("",)) -> str:
-    """For each operation on the H200 with one of these prefixes, the range over its cases."""
-    cases: dict[str, Rows] = {}
-    for r in newest(rows_of("h200")):
-        if r["name"].startswith(tuple(prefixes)):
-            cases.setdefault(r["name"], []).append(r)
-    lines = [
-        "| operation | cases | share of copy bandwidth | TFLOP/s, sustained | time |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, rows in cases.items():
-        shares = _range([r["limit_percent"] for r in rows], "{:.0f}", " %")
-        speeds = _range([r["tflops"] for r in rows], "{:.0f}", "")
-        times = sorted(r["us"] for r in rows)
-        ends = dict.fromkeys((_time(times[0]), _time(times[-1])))
-        lines.append(f"| {name} | {len(rows)} | {shares} | {speeds} | {' to '.join(ends)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _range(values: Iterable[float | None], form: str, unit: str) -> str:
-    """The smallest and the largest value that is not None."""
-    numbers = sorted(v for v in values if v is not None)
-    ends = dict.fromkeys(form.format(v) for v in (numbers[:1] + numbers[-1:]))
-    return " to ".join(ends) + unit if ends else ""
-
-
 def _compare() -> str:
     """A table for each part and shape that `python -m fp8moe bench compare` timed."""
     files = sorted(RESULTS.glob("compare*.jsonl"))
@@ -524,10 +498,6 @@ _MADE: dict[str, Callable[[], str]] = {
     "links": _links,
     "memory": _memory,
     "picture": _picture,
-    "standing": _standing,
-    "standing-grouped-gemm-fp8": partial(_standing, ("grouped_gemm fp8", "grouped_gemm_wgrad fp8")),
-    "standing-router": partial(_standing, ("route",)),
-    "standing-transpose": partial(_standing, ("scaling_aware_transpose", "permute_transpose")),
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,

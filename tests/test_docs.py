@@ -218,6 +218,15 @@ def test_every_verb_of_the_command_line_is_documented():
     assert set(verbs) == set(re.findall(r"^\| `(\w+)`", (DOCS / "how-to/command-line.md").read_text(), re.M))
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("experiments/*.md")), ids=lambda p: p.name)
+def test_an_experiments_page_is_short(page):
+    """At most 80 lines of 110 characters, and in the list of pages."""
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 80
+    assert [line for line in lines if len(line) > 110] == []
+    assert page.name == "index.md" or f"({page.name})" in (page.parent / "index.md").read_text()
+
+
 # ---------------------------------------------------------------- programs
 
 
