@@ -4,11 +4,13 @@ import ast
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import measure_tree
 import pytest
 
 import fp8moe
@@ -210,3 +212,60 @@ def test_adapters_without_their_framework_say_what_to_install():
     assert [line.split()[0] for line in lines] == public
     assert [line for line in lines if "pip install '" not in line] == []
     assert {"torch_ops", "torch_moe", "transformers", "jax_ops"} <= {*public}
+
+
+needs_git = pytest.mark.skipif(
+    not (ROOT / ".git").exists() or shutil.which("git") is None,
+    reason="needs git and a checkout, not an archive",
+)
+
+
+@needs_git
+def test_imports_have_no_circles():
+    """None at import. Imports inside functions hide some: they may not become more."""
+    tree = measure_tree.Tree(ROOT)
+    assert {*tree.modules} >= {"fp8moe", "fp8moe.adapters", "fp8moe.kernels_cuda", "fp8moe.reference"}
+    figures = measure_tree.circles(tree)
+    assert figures.rows["at import"]["circles"] == 0, figures.places
+    assert figures.rows["with functions"]["modules in them"] <= 26, figures.places
+    allowed = {f"fp8moe.{name}" for name in ("grouped_gemm", "permute", "quantize", "swiglu")}
+    assert {*measure_tree.shadowed(tree).places} <= allowed
+
+
+SMALL_TREE = {
+    "pyproject.toml": "[tool.setuptools]",
+    "fp8moe/__init__.py": "from fp8moe.a import a\nfrom fp8moe import b",
+    "fp8moe/a.py": "from fp8moe import b\na = recipe in ('bf16', 'x') or names['recipe'] != 'y' or z == 'a'",
+    "fp8moe/b.py": "import fp8moe.adapters.c",
+    "fp8moe/d.py": "import typing\nif typing.TYPE_CHECKING:\n    import fp8moe.e\nx = T[self.recipe]",
+    "fp8moe/e.py": "import importlib, fp8moe.d\nE = 'f'\nf = lambda: importlib.import_module(f'fp8moe.{E}')",
+    "fp8moe/f.py": f"def g({measure_tree.OPTION}):\n    from fp8moe import e",
+    "adapters/__init__.py": "",
+    "adapters/c.py": "import fp8moe.a\n\n'not a docstring'\n# a comment\n",
+    "docs/page.md": "```python\nfrom fp8moe import b\nfrom fp8moe.adapters.c import x\n```",
+}
+
+
+@needs_git
+def test_measures_of_a_small_tree(tmp_path):
+    """A circle at import through a link, a circle through functions, and one of each of the other figures."""
+    for name, text in SMALL_TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "fp8moe/adapters").symlink_to("../adapters")
+    for arguments in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    tree = measure_tree.Tree(tmp_path)
+    assert tree.modules["fp8moe.adapters.c"] == "adapters/c.py"
+    assert measure_tree.circles(tree).places == [
+        "at import: fp8moe.a, fp8moe.adapters.c, fp8moe.b",
+        "with functions: fp8moe.a, fp8moe.adapters.c, fp8moe.b",
+        "with functions: fp8moe.e, fp8moe.f",
+    ]
+    assert measure_tree.shadowed(tree).places == ["fp8moe.a"]
+    counted = {name: row["all"] for name, row in measure_tree.recipes(tree).rows.items()}
+    assert counted == {"comparisons": 2, "tables asked": 1, "places that check it": 0}
+    assert measure_tree.roots(tree).places[-1] == "no framework: fp8moe.adapters.c, fp8moe.b"
+    touched = [*measure_tree.mentions(tree).rows.values()]
+    assert touched == [{"all": 1, "library": 1}, {"all": 1, "library": 1}, {"all": 0}, {"all": 0}]
+    assert measure_tree.lines(tree).rows["adapters"] == {"code": 2, "all": 4}
