@@ -28,13 +28,31 @@ ALIGNMENT = 128  # of the experts' rows
 def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Tensor | None = None) -> Tensor:
     """out[rows of e] = x[rows of e] @ w[e].T, bfloat16 [P, N], as in `fp8moe.grouped_gemm`.
 
-    x: row-wise e4m3 [P, K], block (1, 128), either layout of the scales.
-    w: e4m3, block (128, 128), codes [E, N, K]: ``rowwise`` weights for the forward, ``columnwise`` for dgrad.
-    expert_offsets: int32 [E+1], multiples of 128 (a plan with ``align_size=128``). Values are not checked.
-    Rows of ``out`` after the last expert's are not written.
+    Parameters
+    ----------
+    x : QuantTensor, e4m3, [P, K]
+        Row-wise, block (1, 128), either layout of the scales.
+    w : QuantTensor, e4m3, [E, N, K]
+        Block (128, 128): ``rowwise`` weights for the forward, ``columnwise`` for dgrad.
+    expert_offsets : Tensor, int32, [E + 1]
+        Multiples of 128 (a plan with ``align_size=128``). Values are not checked.
+    out : Tensor, bfloat16, [P, N], optional
+        Rows after the last expert's are not written.
 
-    Raises ImportError without DeepGEMM, TypeError or ValueError for operands of other dtypes or shapes,
-    ValueError if other code in the process has set an alignment in DeepGEMM that 128 is no multiple of.
+    Returns
+    -------
+    Tensor, bfloat16, [P, N]
+        ``out``, or a new tensor.
+
+    Raises
+    ------
+    ImportError
+        Without DeepGEMM.
+    TypeError
+        For operands of other dtypes, blocks or layouts.
+    ValueError
+        For other shapes, or if other code in the process has set an alignment in DeepGEMM that 128 is no
+        multiple of.
     """
     raw = enter(x=x, w=w).args
     checks.quant_tensor("x", raw.x, ((1, 128),), ("compact", "gemm_ready"))

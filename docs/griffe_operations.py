@@ -1,78 +1,52 @@
-"""For the API reference: what a reader of the source alone would not find in it, or would show badly.
+"""For the API reference: docstrings that names have only when the program runs.
 
-``permute = operation(fp8moe.permute, ...)`` is an assignment: it gets a docstring with a link to the core's.
-Arguments that a docstring describes by lines such as ``rows: [T, H], ...`` become a list.
+``permute = operation(fp8moe.permute, ...)`` is an assignment, and decorators such as ``documented`` copy the
+core's docstring; griffe reads the source and sees neither. Each gets a docstring with a link to the core's.
 """
 
-import re
 from typing import Any
 
 import griffe
 
-_DECLARED = re.compile(r"(?:operation|operator_of|public|traceable)\(\s*fp8moe\.(\w+)")
-_DOCUMENTED = re.compile(r"documented\(fp8moe\.(\w+)(.*)\)")
-_ELEMENT = re.compile(r"(?<=\w)\[([^]]+)\]\[([^]]+)\]")
-_ENTRY = re.compile(r"(\w+(?:, \w+)*): ")
+DECLARE = {"operation", "operator_of", "public", "traceable"}  # make a function of their first argument
 COLLISIONS = {"grouped_gemm", "permute", "quantize", "swiglu"}  # names of a function and of its module
 
 
 class DeclaredOperations(griffe.Extension):
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        declared = _DECLARED.match(str(attr.value))
-        if declared is None or attr.name.startswith("_"):
+        core, *arguments = _arguments(attr.value, DECLARE) or [""]
+        if not core.startswith("fp8moe.") or attr.name.startswith("_"):
             return
-        gradient = " Differentiable, once." if "gradient=" in str(attr.value) else ""
-        attr.docstring = griffe.Docstring(_as_the_core(declared[1]) + gradient, parent=attr)
+        once = any(argument.startswith("gradient=") for argument in arguments)
+        text = _as_the_core(core) + (" Differentiable, once." if once else "")
+        attr.docstring = griffe.Docstring(text, parent=attr)
         attr.value = attr.annotation = None
 
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
-        """Functions that take the core's docstring from a decorator, when they run."""
         for decorator in func.decorators if func.docstring is None else []:
-            if declared := _DOCUMENTED.match(str(decorator.value)):
-                names = re.findall(r"['\"](\w+)['\"]", declared[2])
-                text = _as_the_core(declared[1]) + f" Differentiable in {' and '.join(names)}, once."
-                func.docstring = griffe.Docstring(text, parent=func)
-            elif str(decorator.value).startswith("functools.wraps"):
-                func.docstring = griffe.Docstring(_as_the_core(func.name), parent=func)
+            if arguments := _arguments(decorator.value, {"documented"}):
+                names = [name for name in (a.strip("'\"") for a in arguments[1:]) if name.isidentifier()]
+                once = f" Differentiable in {' and '.join(names)}, once." if names else ""
+                func.docstring = griffe.Docstring(_as_the_core(arguments[0]) + once, parent=func)
+            elif decorator.callable_path == "functools.wraps":
+                func.docstring = griffe.Docstring(_as_the_core(f"fp8moe.{func.name}"), parent=func)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """``x : ArrayLike, float32, [T, H]`` is text, not a tuple, which would be written in parentheses."""
-        if obj.docstring:
-            lines = obj.docstring.value.splitlines()
-            obj.docstring.value = "\n".join(map(_no_links, lines))
-        if isinstance(obj, griffe.Function | griffe.Class):
-            _list_arguments(obj)
         for section in obj.docstring.parsed if obj.docstring else []:
             for item in section.value if isinstance(section.value, list) else []:
                 if isinstance(getattr(item, "annotation", None), griffe.ExprTuple):
                     item.annotation.implicit = True
 
 
-def _no_links(line: str) -> str:
-    """``counts[a][b]`` in a sentence is an element, where Markdown sees a link to b."""
-    return line if "`" in line or ">>>" in line else _ELEMENT.sub(r"\\[\1\\]\\[\2\\]", line)
+def _arguments(value: Any, functions: set[str]) -> list[str]:
+    """Arguments, as text, if a value is a call of one of these functions."""
+    if isinstance(value, griffe.ExprCall) and str(value.function) in functions:
+        return [str(argument) for argument in value.arguments]
+    return []
 
 
-def _list_arguments(obj: griffe.Function | griffe.Class) -> None:
-    if obj.docstring is None or "\n---" in obj.docstring.value:  # which has numpydoc's sections
-        return
-    called = obj.members.get("__init__") if isinstance(obj, griffe.Class) else obj
-    names = {p.name for p in called.parameters} if isinstance(called, griffe.Function) else set()
-    names |= set(obj.attributes)
-    lines: list[str] = []
-    in_list = False
-    for line in obj.docstring.value.splitlines():
-        entry = _ENTRY.match(line)
-        if entry and set(entry[1].split(", ")) <= names:
-            lines += [""] if not in_list and lines and lines[-1] else []
-            line, in_list = f"- **{entry[1]}**:{line[entry.end(1) + 1 :]}", True
-        elif in_list and not line.startswith(" "):
-            lines += [""] if line else []
-            in_list = False
-        lines.append(line)
-    obj.docstring.value = "\n".join(lines)
-
-
-def _as_the_core(name: str) -> str:
-    target = f"fp8moe.{name}.{name}" if name in COLLISIONS else f"fp8moe.{name}"
-    return f"As [`fp8moe.{name}`][{target}], with its arguments and results."
+def _as_the_core(path: str) -> str:
+    name = path.removeprefix("fp8moe.")
+    target = f"{path}.{name}" if name in COLLISIONS else path
+    return f"As [`{path}`][{target}], with its arguments and results."

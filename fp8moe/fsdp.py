@@ -81,14 +81,30 @@ def plan_buckets(
 ) -> BucketPlan:
     """Group parameters into buckets and compute the padding of each bucket.
 
-    params: (name, shape, is_expert). Expert and other parameters never share a bucket. data_parallel_size:
-    ranks that share a bucket. policy: "merge": one bucket, c = lcm of shape[1:].numel() (Megatron-FSDP;
-    parameters smaller than a chunk do not enter the lcm). "split": grouped expert
-        weights (three dimensions or more) with different shape[1:].numel() go to separate buckets
-        (Megatron-LM PR #4979). "last_dim": one bucket, c = lcm of shape[-1] for experts. "min": of these
-        three, the one with the fewest padded elements, then the fewest buckets.
+    Parameters
+    ----------
+    params : iterable of (name, shape, is_expert)
+        Expert and other parameters never share a bucket.
+    data_parallel_size : int
+        Ranks that share a bucket.
+    policy : {"min", "merge", "split", "last_dim"}
+        "merge": one bucket, c = lcm of shape[1:].numel() (Megatron-FSDP; parameters smaller than a chunk do
+        not enter the lcm). "split": grouped expert weights (three dimensions or more) with different
+        shape[1:].numel() go to separate buckets (Megatron-LM PR #4979). "last_dim": one bucket, c = lcm of
+        shape[-1] for experts. "min": of these three, the one with the fewest padded elements, then the fewest
+        buckets.
 
-    Raises TypeError or ValueError for an invalid parameter, size or policy.
+    Returns
+    -------
+    BucketPlan
+        The buckets, and the elements with padding.
+
+    Raises
+    ------
+    TypeError
+        For a parameter of another form, or a size that is not an integer.
+    ValueError
+        For an invalid size or policy, or a name given twice.
     """
     size = checks.integer("data_parallel_size", data_parallel_size, 1)
     checks.choice("policy", policy, POLICIES)

@@ -106,10 +106,16 @@ class SavedForWeights(Record):
     this memory must not be modified before the weight gradients have been computed. The weights and h are not
     included, so the forward's `Saved` may be deleted.
 
-    dy, a: operands of w2's gradient; None if it is not requested. dy: fp8_flow: FP8, before the permutation;
-    the others: permuted. a: fp8_flow: column-wise; the others: row-wise. dh, x: operands of w13's gradient;
-    None if it is not requested. dh: fp8_flow: column-wise; the others: row-wise. x: as in `Saved`. later:
-    with ``overlap_chunks``, the records of the chunks after the first.
+    Attributes
+    ----------
+    dy, a : arrays or QuantTensor, or None
+        Operands of w2's gradient; None if it is not requested. In fp8_flow dy is FP8 and not yet permuted,
+        and a column-wise; in the others dy is permuted, and a row-wise.
+    dh, x : arrays or QuantTensor, or None
+        Operands of w13's gradient; None if it is not requested. dh is column-wise in fp8_flow, in the others
+        row-wise; x as in `Saved`.
+    later : tuple of SavedForWeights
+        With ``overlap_chunks``, the records of the chunks after the first.
     """
 
     recipe: str

@@ -42,16 +42,20 @@ class Capacity(Options):
     """An upper bound of row counts, stated by the caller: it determines shapes, and the host never reads
     counts.
 
-    rows: that a rank sends another, per dispatch (``overlap_chunks`` make several per forward); a dispatch's
-        number of tokens always suffices. A rank always sends every rank this many rows, including empty ones,
-        and receives W times as many.
-    entries: (token, expert) pairs of a rank's own experts, from all ranks; None: W * rows * min(k, E / W),
-        which suffices where no token names an expert twice. The buffers of permuted rows have this many rows
-        plus the experts' alignment.
-
     Rows and entries beyond the bounds are dropped, as if their ids were below 0, those of later tokens or
     later experts first; `overflow` counts them. Only torch's ``bias2`` is still added for them: the rank that
     adds it does not know what the others dropped.
+
+    Attributes
+    ----------
+    rows : int
+        Rows that a rank sends another, per dispatch (``overlap_chunks`` make several per forward); a
+        dispatch's number of tokens always suffices. A rank always sends every rank this many rows, including
+        empty ones, and receives W times as many.
+    entries : int, optional
+        (token, expert) pairs of a rank's own experts, from all ranks; None: W * rows * min(k, E / W), which
+        suffices where no token names an expert twice. The buffers of permuted rows have this many rows plus
+        the experts' alignment.
     """
 
     rows: int
