@@ -386,9 +386,10 @@ def file_of(tree: Tree, frame: Any) -> str:
 
 @cache
 def _file(tree: Tree, name: str) -> str:
-    path = Path(name).resolve()  # of generated code "<string>"
-    inside = path.is_relative_to(tree.root) and name[0] != "<" and path != Path(__file__).resolve()
-    return path.relative_to(tree.root).as_posix() if inside else ""
+    path = Path(name).resolve()
+    inside = path.is_relative_to(tree.root) and path != Path(__file__).resolve()
+    own = path.relative_to(tree.root).as_posix() if inside else ""
+    return own if own in tree.files else ""  # generated code and an environment in the checkout are not
 
 
 def calls_inside(tree: Tree) -> Any:
