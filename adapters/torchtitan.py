@@ -27,8 +27,6 @@ with needs("torchtitan"):
     from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torchtitan.components.quantization import QuantizationConverter
-    from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh, spmd_mesh_size
-    from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
@@ -104,6 +102,11 @@ class FP8RoutedExperts(RoutedExperts):
         self._options = _options_of(config)
         self.inner_experts.register_load_state_dict_pre_hook(refuse_codes)
         self._comm: ProcessGroup | None = None
+        self._tensor_parallel_ranks = 1  # that have a part of the width, and whose outputs are added
+        self._shape = self._first_weight().shape
+
+    def _first_weight(self) -> Tensor:
+        return local_of(getattr(self.inner_experts, self._names[0]))
 
     def forward(
         self, x: Tensor, topk_scores: Tensor, topk_expert_ids: Tensor, num_local_tokens_per_expert: Tensor
@@ -137,20 +140,22 @@ class FP8RoutedExperts(RoutedExperts):
         del num_local_tokens_per_expert
         experts = self.inner_experts
         first, *others = (local_of(getattr(experts, name)) for name in self._names)
-        wanted = experts.num_experts // (1 if self._comm is None else self._comm.world_size)
-        if first.shape[0] != wanted:  # tokens of the missing experts would be taken for those without one
+        if first.shape != self._shape:  # tokens of the missing experts would be taken for those without one
             raise RuntimeError(
-                f"{self._names[0]}: got {first.shape[0]} experts on a rank; wanted {wanted}; use fully_shard "
-                "on FP8RoutedExperts or a module around it, not on inner_experts: it gathers weights for "
-                "calls of the module that it was given"
+                f"{self._names[0]}: got shape {list(first.shape)} on a rank; wanted {list(self._shape)}; use "
+                "fully_shard on FP8RoutedExperts or a module around it, not on inner_experts: it gathers "
+                "weights for calls of the module that it was given"
             )
         options = {"comm": self._comm} | {n: getattr(self._options, n) for n in OPTIONS}
         if len(others) == 2:
             w3, w2 = others
             return moe_experts(x, (first, w3), w2, topk_expert_ids, topk_scores, **options)
         bias13, w2, bias2 = others
-        if (ranks := _tensor_parallel_ranks(experts)) > 1:  # they add their results, each with the bias
-            bias2 = ScaleBiasForward.apply(bias2, ranks, bias2.dtype)
+        if (ranks := self._tensor_parallel_ranks) > 1:  # they add their outputs, each with the bias
+            if isinstance(experts.mlp2_bias_ED, DTensor):  # a replicated one: its gradients are not added
+                bias2 = ScaleBiasForward.apply(bias2, ranks, bias2.dtype)
+            else:  # in spmd_types a replicated parameter's gradients are added
+                bias2 = bias2 / ranks
         options["activation"] = Activation("swiglu", experts.swiglu_limit, 1.702, 1.0)
         w13, options["bias13"], options["bias2"] = gates_before_ups(first), gates_before_ups(bias13), bias2
         return moe_experts(x, w13, w2, topk_expert_ids, topk_scores, **options)
@@ -159,22 +164,35 @@ class FP8RoutedExperts(RoutedExperts):
         return ", ".join(f"{n}={getattr(self._options, n)!r}" for n in OPTIONS)
 
     def parallelize(self, parallel_dims: Any) -> None:
+        """Distribute the experts over the ranks of torchtitan's meshes, as `RoutedExperts` does.
+
+        Parameters
+        ----------
+        parallel_dims : ParallelDims
+            torchtitan's meshes.
+
+        Raises
+        ------
+        ValueError
+            For tensor-parallel ranks between which a pair of gate and up of gpt-oss would be divided.
+        """
+        width = self._shape[1]
         super().parallelize(parallel_dims)
+        self._shape = self._first_weight().shape
+        if self._shape[1] != width:
+            # kept, because the threads of a GPU's backward, which recompute checkpointed layers, have no mesh
+            self._tensor_parallel_ranks = ranks = parallel_dims.tp
+            if type(self.inner_experts) is GptOssGroupedExperts and (width // 2) % ranks:
+                raise ValueError(
+                    f"tp: got {ranks} ranks for experts of hidden_dim {width // 2}; wanted a divisor of it; "
+                    "pass another tensor_parallel_degree"
+                )
         mesh = parallel_dims.get_optional_mesh("ep")
         self._comm = None if mesh is None else ProcessGroup(mesh.get_group())
 
 
 # torchtitan looks up the shardings of arguments by their names, which its versions change: x_BLD, x_TD
 FP8RoutedExperts.forward.__signature__ = inspect.signature(RoutedExperts.forward)  # type: ignore[attr-defined]
-
-
-def _tensor_parallel_ranks(experts: Any) -> int:
-    if get_spmd_backend() == "spmd_types":
-        with maybe_set_sparse_mesh():
-            return int(spmd_mesh_size("tp"))
-    w = experts.mlp1_weight_EGD
-    axes = (w.device_mesh.mesh_dim_names or ()) if isinstance(w, DTensor) else ()
-    return int(w.device_mesh.size(axes.index("tp"))) if "tp" in axes else 1
 
 
 class FP8MoEConverter(QuantizationConverter):
