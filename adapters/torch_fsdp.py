@@ -38,7 +38,8 @@ def shard_placement(ranks: int | DeviceMesh) -> Callable[[nn.Parameter], Shard |
     function
         Maps a parameter to its placement, or to None (dimension 0) if every dimension needs padding. Given a
         mesh, it raises ValueError for a DTensor that is already distributed over some of the mesh's ranks, as
-        the parameters of expert parallelism over the same ranks are; torch's own error names no parameter.
+        the parameters of expert parallelism over the same ranks are, or over a mesh without names, as those
+        of a layer made with a process group; torch's own errors name no parameter.
 
     Raises
     ------
@@ -59,7 +60,7 @@ def shard_placement(ranks: int | DeviceMesh) -> Callable[[nn.Parameter], Shard |
         shape = parameter.shape
         if isinstance(parameter, DTensor):
             if mesh is not None:
-                _check_other_ranks(parameter, mesh)
+                _check_mesh(parameter, mesh)
             # of a DTensor, such as expert-parallel weights, fully_shard divides this rank's part
             shape = parameter.to_local().shape
         even = [d for d, size in enumerate(shape) if size % number == 0]
@@ -68,13 +69,19 @@ def shard_placement(ranks: int | DeviceMesh) -> Callable[[nn.Parameter], Shard |
     return place
 
 
-def _check_other_ranks(parameter: DTensor, mesh: DeviceMesh) -> None:
+def _check_mesh(parameter: DTensor, mesh: DeviceMesh) -> None:
     own, theirs = (m.mesh.flatten().tolist() for m in (parameter.device_mesh, mesh))
     if len(set(own) & set(theirs)) > 1:  # this rank is in both
         raise ValueError(
             f"mesh: got ranks {theirs} for a parameter of shape {list(parameter.shape)}, which ranks {own} "
             "already share by expert parallelism; wanted ranks that hold the same experts; pass another "
             'dimension of one mesh, as in fully_shard(layer, mesh=mesh["dp"]) for process_group=mesh["ep"]'
+        )
+    if parameter.device_mesh.mesh_dim_names is None or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh: got {mesh} for a parameter of shape {list(parameter.shape)} on {parameter.device_mesh}, "
+            "of which one has no names, as that of a process group; wanted two dimensions of one mesh; pass "
+            'process_group=mesh["ep"] to the layer, and mesh=mesh["dp"] to fully_shard'
         )
 
 

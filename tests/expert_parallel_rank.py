@@ -741,6 +741,11 @@ def composed(comm):
         place = shard_placement(ranks)
         with pytest.raises(ValueError, match=r"mesh: got ranks \[.*; wanted ranks that hold the same exp"):
             fully_shard(seeded(process_group=mesh["ep"]), mesh=ranks, shard_placement_fn=place)
+        with pytest.raises(RuntimeError, match="overlapping meshes"):  # by torch, which calls nothing of ours
+            fully_shard(seeded(process_group=mesh["ep"]), mesh=ranks)
+    place = shard_placement(mesh["dp"])
+    with pytest.raises(ValueError, match=r'mesh: got .*dp=2.* one has no names.*process_group=mesh\["ep"\]'):
+        fully_shard(seeded(process_group=mesh["ep"].get_group()), mesh=mesh["dp"], shard_placement_fn=place)
     # 8 experts would need no padding, of which a rank has 4
     assert [shard_placement(8)(w).dim for w in (layer.w13, layer.w2)] == [1, 1]
     fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=shard_placement(mesh["dp"]))
