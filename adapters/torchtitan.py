@@ -1,6 +1,6 @@
 """torchtitan's routed experts with this library: dispatch, experts and combine in one module.
 
-    from fp8moe.adapters.torchtitan import FP8MoEConverter
+    from fp8moe.torchtitan import FP8MoEConverter
     model_registry("30B-A3B", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
 
 Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``; gpt-oss's
@@ -31,12 +31,12 @@ with needs("torchtitan"):
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
 from fp8moe import Activation
-from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_functional import gates_before_ups, moe_experts
-from fp8moe.adapters.torch_operation import refuse_codes
-from fp8moe.adapters.torch_sharding import local_of
-from fp8moe.layer_options import LayerOptions
-from fp8moe.recipes import Recipe
+from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
+from fp8moe.adapters.torch.functional import gates_before_ups, moe_experts
+from fp8moe.adapters.torch.operation import refuse_codes
+from fp8moe.adapters.torch.sharding import local_of
+from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.recipes import Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
@@ -60,7 +60,7 @@ class FP8RoutedExperts(RoutedExperts):
     ----------
     config : FP8RoutedExperts.Config
         Fields of `RoutedExperts.Config`, and ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
-        `fp8moe.adapters.torch_functional.moe_experts`.
+        `fp8moe.torch.moe_experts`.
 
     Raises
     ------
@@ -74,7 +74,7 @@ class FP8RoutedExperts(RoutedExperts):
     >>> import torch
     >>> from torchtitan.models.common.moe import GroupedExperts
     >>> from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-    >>> from fp8moe.adapters.torchtitan import FP8RoutedExperts
+    >>> from fp8moe.torchtitan import FP8RoutedExperts
     >>> experts = GroupedExperts.Config(dim=64, hidden_dim=48, num_experts=4)
     >>> dispatcher = LocalTokenDispatcher.Config(num_experts=4, top_k=2)
     >>> layer = FP8RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()
@@ -132,7 +132,7 @@ class FP8RoutedExperts(RoutedExperts):
         Raises
         ------
         TypeError, ValueError
-            As in `fp8moe.adapters.torch_functional.moe_experts`.
+            As in `fp8moe.torch.moe_experts`.
         RuntimeError
             If this rank does not have the weights of all its experts, as with ``fully_shard`` on
             ``inner_experts`` alone, which are not called.
@@ -202,12 +202,12 @@ class FP8MoEConverter(QuantizationConverter):
     ----------
     config : FP8MoEConverter.Config
         ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
-        `fp8moe.adapters.torch_functional.moe_experts`.
+        `fp8moe.torch.moe_experts`.
 
     Examples
     --------
     >>> from torchtitan.models.qwen3 import model_registry
-    >>> from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
+    >>> from fp8moe.torchtitan import FP8MoEConverter, FP8RoutedExperts
     >>> spec = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
     >>> any(True for _ in spec.model.traverse(FP8RoutedExperts.Config))
     True

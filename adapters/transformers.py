@@ -1,7 +1,7 @@
 """The experts of Hugging Face transformers models: ``experts_implementation="fp8moe"``.
 
-    from fp8moe.adapters import transformers as fp8moe_transformers
-    fp8moe_transformers.enable(recipe="fp8_flow")
+    import fp8moe.transformers
+    fp8moe.transformers.enable(recipe="fp8_flow")
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fp8moe")
 
 Parameters keep their names, shapes and dtypes, so checkpoints, optimizers, PEFT and FSDP need no changes.
@@ -40,17 +40,16 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise ImportError(
-        f"fp8moe.adapters.transformers needs transformers 5.23 or later ({error}): pip install "
-        "'transformers>=5.23'"
+        f"fp8moe.transformers needs transformers 5.23 or later ({error}): pip install 'transformers>=5.23'"
     ) from error
 
 import fp8moe
 from fp8moe import Activation
 from fp8moe.activation import GATED, Kind
-from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_functional import gates_before_ups, moe_experts
-from fp8moe.layer_options import LayerOptions
-from fp8moe.recipes import Recipe
+from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
+from fp8moe.adapters.torch.functional import gates_before_ups, moe_experts
+from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.recipes import Recipe
 
 __all__ = ["activation_of", "enable"]
 
@@ -71,13 +70,13 @@ def enable(
     Parameters
     ----------
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As in `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.torch.moe_experts`.
     recompute : None or "moe_expert"
-        As in `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.torch.moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As in `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.torch.moe_experts`.
     num_sms : int or None
-        As in `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.torch.moe_experts`.
     name : str
         Name for ``experts_implementation``, and for ``DistributedConfig(ep_implementation=...)``, the expert
         parallelism, which sends rows in FP8. Use a different name for each recipe in a process; registering a
@@ -92,8 +91,8 @@ def enable(
     --------
     >>> import torch
     >>> import transformers
-    >>> from fp8moe.adapters import transformers as fp8moe_transformers
-    >>> fp8moe_transformers.enable(recipe="fp8_flow")
+    >>> import fp8moe.transformers
+    >>> fp8moe.transformers.enable(recipe="fp8_flow")
     >>> sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
     >>> sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 32}
     >>> config = transformers.Qwen3MoeConfig(**sizes, vocab_size=128, intermediate_size=64)
@@ -243,7 +242,7 @@ def activation_of(experts: Any) -> Activation:
     --------
     >>> import transformers
     >>> from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-    >>> from fp8moe.adapters.transformers import activation_of
+    >>> from fp8moe.transformers import activation_of
     >>> sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4}
     >>> activation_of(Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes))).kind
     'swiglu'

@@ -1,1 +1,4 @@
-"""Topics of `python -m fp8moe bench`, one module each; results are in ``results/`` as JSON lines."""
+"""Comparisons, pictures and tables of the documentation; results are in ``results/`` as JSON lines.
+
+Run from the root of a checkout: ``python -m benchmarks.NAME``. ``fp8moe bench`` is in `fp8moe.bench`.
+"""

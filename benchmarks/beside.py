@@ -1,5 +1,5 @@
 """Products concurrent with a kernel that occupies some of the GPU's multiprocessors, as a collective does:
-``python -m fp8moe.benchmarks.beside [--out FILE] [--rounds N]``.
+``python -m benchmarks.beside [--out FILE] [--rounds N]``.
 
 The other kernel runs on a separate stream and has started before; its shared memory leaves no room for a
 block of the products on the same SM. Its blocks are launched individually, which the hardware distributes
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import COOLING, append
+from fp8moe.bench.harness import COOLING, append
 from fp8moe.formats import BFLOAT16
 from fp8moe.info import commit, versions
 
@@ -170,7 +170,7 @@ def main() -> None:
                 "tflops": rate,
                 "versions": versions(),
                 "commit": commit(),
-                "command": "python -m fp8moe.benchmarks.beside",
+                "command": "python -m benchmarks.beside",
             }
             append(arguments.out, row)
 

@@ -1,5 +1,5 @@
 """Counts the Python calls, and the files that they are in, from a user's call to the kernel launch.
-``python -m fp8moe.benchmarks.calls``, on CUDA with torch, and with JAX if it is installed.
+``python -m benchmarks.calls``, on CUDA with torch, and with JAX if it is installed.
 
 `sys.setprofile` counts the calls up to the last kernel launch, without C functions. The first call for given
 shapes makes their launch plan and may be the first to use a kernel: calls that compile or load kernels are
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 import fp8moe
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_library import OPERATORS
+import fp8moe.torch
+from fp8moe.adapters.torch.library import OPERATORS
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
-# functions of kernels_cuda/launch.py that call the driver
+# functions of kernels_cuda/runtime/launch.py that call the driver
 LAUNCHERS = ("launch_packed", "launch_with_tensor_maps", "fill_memory")
 LOADERS = ("load_kernel", "load_numba_kernel")  # functions of kernels_cuda that compile and load kernels
 
@@ -74,10 +74,10 @@ def main() -> None:
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     ids = torch.randint(EXPERTS, (TOKENS, TOPK), device="cuda", dtype=torch.int32)
     probs = torch.rand(TOKENS, TOPK, device="cuda")
-    plan = torch_ops.plan_topk(ids, EXPERTS, align_size=16)
-    torch_ops.permute(x[:2].clone(), torch_ops.plan_topk(ids[:2].clone(), EXPERTS), probs[:2].clone())
+    plan = fp8moe.torch.plan_topk(ids, EXPERTS, align_size=16)
+    fp8moe.torch.permute(x[:2].clone(), fp8moe.torch.plan_topk(ids[:2].clone(), EXPERTS), probs[:2].clone())
     for nth in ("first", "second", "later"):
-        count(f"torch, eager: permute, {nth}", lambda: torch_ops.permute(x, plan, probs))
+        count(f"torch, eager: permute, {nth}", lambda: fp8moe.torch.permute(x, plan, probs))
     operator = OPERATORS["permute"]
     options = [p.default for p in inspect.signature(fp8moe.permute).parameters.values()][3:]
     arguments = operator.flatten([x, plan, probs, *options])  # as a compiled graph calls it
@@ -98,15 +98,15 @@ def inside_jax() -> None:
     """A quantise operation in a jitted program, whose callbacks run in XLA's threads."""
     import jax
 
-    from fp8moe.adapters import jax_ops
-    from fp8moe.workspace import Layout
+    import fp8moe.jax
+    from fp8moe.runtime.workspace import Layout
 
     run = Layout.run
 
     def counted(*arguments: Any) -> None:
         count("JAX, inside jit: quantize", lambda: run(*arguments))
 
-    jitted = jax.jit(lambda x: jax_ops.quantize(x).scales)
+    jitted = jax.jit(lambda x: fp8moe.jax.quantize(x).scales)
     Layout.run = counted  # type: ignore
     for n in range(3):
         jitted(jax.numpy.full((TOKENS, HIDDEN), n + 1.0, jax.numpy.bfloat16)).block_until_ready()

@@ -1,4 +1,4 @@
-"""Compare this library with others: ``python -m fp8moe bench compare``, with the options ``--part NAME``,
+"""Compare this library with others: ``python -m benchmarks.compare``, with the options ``--part NAME``,
 ``--out FILE`` and ``--picture FILE``.
 
 One process times the same work with the same rows, routing and weights for every installed library: a
@@ -12,6 +12,7 @@ If it requires experts padded to a multiple of rows, plain torch pads them, and 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -24,10 +25,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8moe.benchmarks.compare_layer import LAYER
-from fp8moe.benchmarks.compare_operations import PRODUCT, QUANTIZE
-from fp8moe.benchmarks.contender import Contender, Part, Step
-from fp8moe.benchmarks.harness import append
+from benchmarks.compare_layer import LAYER
+from benchmarks.compare_operations import PRODUCT, QUANTIZE
+from benchmarks.contender import Contender, Part, Step
+from fp8moe.bench.harness import append
 from fp8moe.info import command, commit, versions
 
 #: (tokens, experts, hidden, ffn, top-k): experts of DeepSeek-V3, Qwen3-235B and Qwen3-30B
@@ -312,3 +313,25 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160)
     pyplot.close(figure)
+
+
+def command_line(words: list[str] | None = None) -> int:
+    """The exit code of ``python -m benchmarks.compare``: as `main`'s, or 2 for an unusable argument."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=(__doc__ or "").split("\n\n")[1]
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="a small shape, few repetitions")
+    parser.add_argument("--part", action="append", help="run only this part; repeatable")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--picture", type=Path, help="plot layer times, .svg or .png")
+    given = parser.parse_args(words)
+    try:
+        return main(given.device, given.quick, given.out, given.picture, named_parts(given.part))
+    except (ImportError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

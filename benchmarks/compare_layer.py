@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8moe.benchmarks.contender import Contender, Part, Results, Step
-from fp8moe.benchmarks.harness import routing
+from benchmarks.contender import Contender, Part, Results, Step
+from fp8moe.bench.harness import routing
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def step_of(inputs: Experts, forward: Callable[..., Any]) -> Step:
 
 def by_fp8moe(recipe: Any) -> Callable[[Experts], Step]:
     def make(inputs: Experts) -> Step:
-        from fp8moe.adapters import torch_ops
+        import fp8moe.torch
 
         def forward(*arguments: Any) -> Any:
-            return torch_ops.moe_experts(*arguments, recipe=recipe)
+            return fp8moe.torch.moe_experts(*arguments, recipe=recipe)
 
         return step_of(inputs, forward)
 

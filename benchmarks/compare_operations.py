@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from fp8moe.benchmarks.compare_layer import experts, torch_product
-from fp8moe.benchmarks.contender import Contender, Part, Results, Step
+from benchmarks.compare_layer import experts, torch_product
+from benchmarks.contender import Contender, Part, Results, Step
 
 # -- one grouped product
 
@@ -25,10 +25,10 @@ class Product:
 
 def product(device: str, *shape: int) -> Product:
     import fp8moe
-    from fp8moe.adapters import torch_ops
+    import fp8moe.torch
 
     layer = experts(device, *shape)
-    plan = torch_ops.plan_topk(layer.ids, len(layer.w2), align_size=128)
+    plan = fp8moe.torch.plan_topk(layer.ids, len(layer.w2), align_size=128)
     rows = fp8moe.permute(fp8moe.quantize(layer.x.detach()), plan).data
     weights = fp8moe.quantize_weights(layer.w13.detach()).rowwise
     return Product(rows, weights, plan.expert_offsets, int(plan.expert_offsets[-1]))
@@ -54,9 +54,9 @@ def product_by_fp8moe(inputs: Product) -> Step:
 
 
 def product_by_deepgemm(inputs: Product) -> Step:
-    from fp8moe.adapters import deepgemm
+    from fp8moe.torch import deepgemm_grouped_gemm as product
 
-    return lambda: (deepgemm.grouped_gemm(inputs.rows, inputs.weights, inputs.offsets)[: inputs.end],)
+    return lambda: (product(inputs.rows, inputs.weights, inputs.offsets)[: inputs.end],)
 
 
 def product_by_torch(inputs: Product) -> Step:

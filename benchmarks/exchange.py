@@ -1,5 +1,5 @@
 """Exchange of rows between GPUs, and the layer with expert parallelism, FP8 against bfloat16: ``python -m
-fp8moe.benchmarks.exchange [--out FILE] [--ranks N] [--by NCCL PEER]``. One process per GPU of this machine;
+benchmarks.exchange [--out FILE] [--ranks N] [--by NCCL PEER]``. One process per GPU of this machine;
 over NCCL, and by writing to peer memory.
 
 rows: N rows of 7168 on each rank, equally many for each rank. exchange: one call with packed rows. with its
@@ -30,14 +30,12 @@ import torch
 import torch.distributed as dist
 
 import fp8moe
+from benchmarks.layer import training_step
 from fp8moe import expert_parallel
-from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
-from fp8moe.benchmarks.harness import append
-from fp8moe.benchmarks.layer import training_step
+from fp8moe.bench.harness import append
 from fp8moe.expert_parallel import Capacity, Counts
 from fp8moe.info import commit, versions
+from fp8moe.torch import FP8FlowMoE, ProcessGroup, SymmetricMemory, window_bytes
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
 ROWS, TOKENS = (4096, 8192, 32_768), (4096, 16_384)
@@ -293,7 +291,7 @@ def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | 
             "device": f"{world} x {name}",
             "versions": {**versions(), "torch": torch.__version__},
         }
-        origin = {"commit": commit(), "command": "python -m fp8moe.benchmarks.exchange"}
+        origin = {"commit": commit(), "command": "python -m benchmarks.exchange"}
         append(out, {**prefix, **row, **origin})
 
 

@@ -1,5 +1,5 @@
 """Host time of a call in eager torch: sustained, as in a training step's sequence of calls, and alone, after
-the device has finished all earlier work. ``python -m fp8moe.benchmarks.host [--out FILE]``, on CUDA."""
+the device has finished all earlier work. ``python -m benchmarks.host [--out FILE]``, on CUDA."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import fp8moe
-from fp8moe.adapters import torch_ops
-from fp8moe.benchmarks.harness import append
+import fp8moe.torch
+from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
 
 ROUNDS, SUSTAINED_CALLS = 21, 50  # rounds of the median; number of calls that do not fill the launch queue
@@ -42,19 +42,19 @@ def cases() -> Iterator[Case]:
     offsets = torch.arange(0, TOKENS + 1, TOKENS // 8, device="cuda", dtype=torch.int32)
 
     def permute(x: torch.Tensor) -> Any:
-        return torch_ops.permute_and_pad(
+        return fp8moe.torch.permute_and_pad(
             x, ids, probs, num_experts=EXPERTS, align_size=16, num_out_tokens=rows
         )
 
     def transpose(q: fp8moe.QuantTensor) -> Any:
-        return torch_ops.scaling_aware_transpose(q, offsets)
+        return fp8moe.torch.scaling_aware_transpose(q, offsets)
 
     yield "permute+pad bf16, plan and rows", lambda: x, permute
     yield "permute+pad bf16, plan and rows, for autograd", lambda: differentiable, permute
-    yield "quantize 1x128", lambda: x, torch_ops.quantize
+    yield "quantize 1x128", lambda: x, fp8moe.torch.quantize
     yield "quantize 1x128, out=", lambda: fp8moe.quantize(x), lambda q: fp8moe.quantize(x, out=q)
     yield "dequantize", lambda: fp8moe.quantize(x), lambda q: fp8moe.dequantize(q, dtype="bfloat16")
-    yield "scaling_aware_transpose", lambda: torch_ops.quantize(x), transpose
+    yield "scaling_aware_transpose", lambda: fp8moe.torch.quantize(x), transpose
 
     w13, w2 = (
         fp8moe.quantize_weights(torch.randn(8, *shape, device="cuda").bfloat16())
@@ -92,7 +92,7 @@ def measure() -> Iterator[dict[str, Any]]:
             "first_us": statistics.median(alone) * 1e6,
             "versions": {**versions(), "torch": torch.__version__},
             "commit": commit(),
-            "command": "python -m fp8moe.benchmarks.host",
+            "command": "python -m benchmarks.host",
         }
 
 

@@ -1,5 +1,5 @@
 """Operations inside ``jax.jit`` compared with the same kernels alone: ``python -m
-fp8moe.benchmarks.jax_inside [--out FILE] [--quick]``, on CUDA.
+benchmarks.jax_inside [--out FILE] [--quick]``, on CUDA.
 
 Alone: device time of a CUDA graph of 16 operations on four sets of arrays in turn, each with its own results.
 Inside: wall time of a jitted function of 16 operations, which includes host time wherever the device waits
@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 import fp8moe
-from fp8moe.adapters import jax_ops
-from fp8moe.benchmarks import permute, plan, swiglu, transpose
-from fp8moe.benchmarks.harness import Case, Cuda, append, host
+import fp8moe.jax
+from fp8moe.bench import permute, plan, swiglu, transpose
+from fp8moe.bench.harness import Case, Cuda, append, host
 from fp8moe.info import commit, versions
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 SETS, OPERATIONS, CALLS = 4, 16, 3
 SMALL = (256, 8, 512, 2, 16)
@@ -69,7 +69,7 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
     results.clear()
     device = jax.devices("cuda")[0]
     jax_sets = [map_arrays(lambda a: jax.device_put(host(a), device), each) for each in sets]
-    run = jax_ops.traceable(case.run)
+    run = fp8moe.jax.traceable(case.run)
 
     def jitted(count: int) -> Any:
         return jax.jit(lambda sets: [outputs(run(*sets[i % SETS])) for i in range(count)])
@@ -88,7 +88,7 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
         "inside_us": inside * 1e6,
         "versions": {**versions(), "jax": jax.__version__},
         "commit": commit(),
-        "command": "python -m fp8moe.benchmarks.jax_inside",
+        "command": "python -m benchmarks.jax_inside",
     }
 
 

@@ -1,6 +1,6 @@
 """Forward and backward of the expert layer in torch, including the router, in every recipe: time, the share
 of making the weights' FP8 copies, non-GEMM time, memory saved for backward. ``python -m
-fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
+benchmarks.layer [--out FILE]``, on CUDA.
 
 A fused AdamW step changes the weights between steps; it is not timed. Rows named "weights unchanged" run
 inside `weights_unchanged`, without making copies: a micro-batch after the first, or inference with gradients.
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
-from fp8moe.benchmarks.harness import append
+from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
+from fp8moe.torch import FP8FlowMoE, weights_unchanged
 
 # (tokens, experts, hidden, ffn, top-k). The first three: DeepSeek-V3's experts, with the number that one GPU
 # of an expert-parallel group holds; then layers with smaller experts, down to Qwen3-30B's
@@ -134,7 +134,7 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
             "kept_bytes": contender.kept_bytes,
             "versions": {**versions(), "torch": torch.__version__},
             "commit": commit(),
-            "command": "python -m fp8moe.benchmarks.layer",
+            "command": "python -m benchmarks.layer",
         }
         for (name, *_), contender, ms, shares in zip(RECIPES, contenders, times, kernels, strict=True)
     ]

@@ -1,7 +1,7 @@
 """Whole training steps of a Qwen3-MoE of Hugging Face transformers, with its own experts and with this
 library's, one model after another (three do not fit in memory at once), with the same initial weights and
 tokens: 8 layers of 2048 x 768 with 128 experts, top-8, 8 x 2048 tokens, fused AdamW. ``python -m
-fp8moe.benchmarks.model [--out FILE]``, on CUDA.
+benchmarks.model [--out FILE]``, on CUDA.
 
 A step is forward, backward, optimizer step and zero_grad. "bfloat16" has parameters in bfloat16; "autocast"
 has them in float32, like the Trainer's ``bf16=True``.
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import transformers
 
-from fp8moe.adapters import transformers as adapter
-from fp8moe.benchmarks.harness import append
+import fp8moe.transformers as adapter
+from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
 
 BATCH, LENGTH, VOCABULARY = 8, 2048, 32_000
@@ -78,7 +78,7 @@ def measure(name: str, implementation: str, dtype: str, batches: list[torch.Tens
         "losses": torch.stack(losses[::2]).tolist(),
         "versions": {**versions(), "torch": torch.__version__, "transformers": transformers.__version__},
         "commit": commit(),
-        "command": "python -m fp8moe.benchmarks.model",
+        "command": "python -m benchmarks.model",
     }
 
 

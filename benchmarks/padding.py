@@ -1,11 +1,11 @@
-"""Draw the padding of each bucket policy of `fp8moe.fsdp`: ``python -m fp8moe.benchmarks.padding`` writes
+"""Draw the padding of each bucket policy of `fp8moe.fsdp`: ``python -m benchmarks.padding`` writes
 ``docs/images/fsdp-padding.svg`` and prints the points. They are computed, not measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fp8moe.benchmarks.roofline import MARKS, PICTURES
+from benchmarks.roofline import MARKS, PICTURES
 from fp8moe.fsdp import POLICIES, plan_buckets
 
 # name: (experts per rank, hidden, ffn)

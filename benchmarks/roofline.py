@@ -1,4 +1,4 @@
-"""Draw the results against the copy bandwidth: ``python -m fp8moe.benchmarks.roofline [NAME]``.
+"""Draw the results against the copy bandwidth: ``python -m benchmarks.roofline [NAME]``.
 
 From ``results/NAME.jsonl`` (h200 by default) to ``docs/images/roofline-NAME.svg``: one point per case, with
 the minimum bytes that it moves and the rate. The copy bandwidth is the roof; on the slope below it, calls
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8moe.benchmarks.table import RESULTS
+from benchmarks.table import RESULTS
 
 PICTURES = RESULTS.parents[1] / "docs" / "images"
 MARKS = "os^vD<>Pp*"

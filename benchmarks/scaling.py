@@ -1,5 +1,5 @@
 """Cost of expert parallelism, measured, and estimated beyond four GPUs: two tables for
-`fp8moe.benchmarks.table`, from the measured layer and exchange."""
+`benchmarks.table`, from the measured layer and exchange."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from fp8moe.benchmarks.table import RESULTS
+from benchmarks.table import RESULTS
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 256, 8, 7168, 16_384  # DeepSeek-V3's layer; tokens per rank
 NODE = 8  # GPUs connected by NVLink

@@ -1,4 +1,4 @@
-"""Draw one training step from the results files: ``python -m fp8moe.benchmarks.step`` writes
+"""Draw one training step from the results files: ``python -m benchmarks.step`` writes
 ``docs/images/step-h200.png``, for the README and the start page.
 
 Left: a layer's experts with this library and with others (``compare-h200.jsonl``), or without a measured
@@ -13,8 +13,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from fp8moe.benchmarks.roofline import PICTURES
-from fp8moe.benchmarks.table import Rows, compared, newest, newest_layers, rows_of
+from benchmarks.roofline import PICTURES
+from benchmarks.table import Rows, compared, newest, newest_layers, rows_of
 
 PICTURE = PICTURES / "step-h200.png"
 #: contender of `compare`: its label and colour; other libraries in grey, the slowest first

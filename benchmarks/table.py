@@ -1,14 +1,13 @@
-"""Write the tables of README.md and docs/ from the results files: ``python -m fp8moe.benchmarks.table``.
+"""Write the tables of README.md and docs/ from the results files: ``python -m benchmarks.table``.
 
 A table is between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
 (times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` selects its rows of these topics; other names
-are the keys of `_MADE`, such as "files", the list of the project's modules. The pictures are redrawn if their
+are the keys of `_MADE`. The pictures are redrawn if their
 rows have changed, and links become absolute once pyproject.toml contains the repository's address.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import tomllib
@@ -19,15 +18,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = (
-    "fp8moe",
-    "fp8moe/expert_parallel",
-    "fp8moe/interop",
-    "fp8moe/selftest",
-    "kernels_cuda",
-    "adapters",
-    "benchmarks",
-)
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Rows = list[dict[str, Any]]
@@ -39,7 +29,7 @@ def main() -> None:
         if (updated := render(text) if page.suffix == ".md" else cited(text)) != text:
             page.write_text(updated)
             print(page.relative_to(ROOT))
-    from fp8moe.benchmarks import roofline, step
+    from benchmarks import roofline, step
 
     roof = roofline.picture("h200")
     if step.digest().encode() not in step.PICTURE.read_bytes():
@@ -70,20 +60,6 @@ def table(name: str) -> str:
     if topics:
         rows = [r for r in rows if r["topic"] in topics.split(",")]
     return _TABLES.get(rows[0]["topic"], _times)(rows)
-
-
-def _files() -> str:
-    """Every module of the project's folders with the first sentence of its docstring."""
-    lines = ["| file | what is in it |", "|---|---|"]
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).glob("*.py")):
-            summary = " ".join(
-                (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split()
-            )
-            sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", summary)[0].rstrip(":.").replace("|", "\\|")
-            if path.stem not in ("__init__", "_version"):
-                lines.append(f"| `{folder}/{path.name}` | {sentence} |")
-    return "\n".join(lines) + "\n"
 
 
 def newest(rows: Rows) -> Rows:
@@ -366,7 +342,7 @@ def _padding() -> str:
     """Padding of `fully_shard`, along the first dimension and along the selected dimension."""
     import torch
 
-    from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
+    from fp8moe.torch import padded_elements, shard_placement
 
     weights = {
         "w13 of DeepSeek-V3, 32 experts on a rank": (32, 4096, 7168),
@@ -389,11 +365,11 @@ def _padding() -> str:
 
 
 def _compare() -> str:
-    """A table for each part and shape that `python -m fp8moe bench compare` timed."""
+    """A table for each part and shape that `python -m benchmarks.compare` timed."""
     files = sorted(RESULTS.glob("compare*.jsonl"))
     if not files:
         out = "--out benchmarks/results/compare-h200.jsonl"
-        return f"Not measured yet: `python -m fp8moe bench compare --device cuda {out}`.\n"
+        return f"Not measured yet: `python -m benchmarks.compare --device cuda {out}`.\n"
     tables = []
     for rows in (rows_of(path.stem) for path in files):
         cases = {(r["part"], r["shape"], r["name"]): r for r in rows}  # later rows replace earlier ones
@@ -438,13 +414,13 @@ Right: a training step of Qwen3-MoE in transformers, with its own experts and wi
 
 
 def _scaling_measured() -> str:
-    from fp8moe.benchmarks import scaling
+    from benchmarks import scaling
 
     return scaling.measured()
 
 
 def _scaling_paper() -> str:
-    from fp8moe.benchmarks import scaling
+    from benchmarks import scaling
 
     return scaling.table()
 
@@ -493,7 +469,6 @@ def cited(text: str) -> str:
 
 _MADE: dict[str, Callable[[], str]] = {
     "compare": _compare,
-    "files": _files,
     "headline": _headline,
     "links": _links,
     "memory": _memory,

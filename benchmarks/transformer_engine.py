@@ -1,5 +1,5 @@
 """Transformer Engine's permutation functions of the adapter compared with fp8moe's own, as a torch user calls
-them. ``python -m fp8moe.benchmarks.transformer_engine [--out FILE]``, on CUDA.
+them. ``python -m benchmarks.transformer_engine [--out FILE]``, on CUDA.
 
 Device time: a CUDA graph of each call on several inputs in turn, so that none is in the L2 cache. Every
 result is first compared with that of plain torch.
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters import transformer_engine as te
-from fp8moe.benchmarks.harness import Cuda, append, routing
+import fp8moe.torch
+import fp8moe.transformer_engine.pytorch as te
+from fp8moe.bench.harness import Cuda, append, routing
 from fp8moe.info import commit, versions
 
 SHAPE = 4096, 256, 7168, 8  # tokens, experts, hidden, top-k of DeepSeek-V3
@@ -65,8 +65,8 @@ def cases(inputs_of_case: Inputs) -> Iterator[Case]:
     token = mask.t().nonzero(as_tuple=True)[1]
     routed = x[token]
     weighted = probs.t()[mask.t()]
-    by_mask = torch_ops.plan_routing_map(mask, num_out_tokens=rows)
-    row_map, moved = by_mask.row_id_map.clone(), torch_ops.permute(x, by_mask).data
+    by_mask = fp8moe.torch.plan_routing_map(mask, num_out_tokens=rows)
+    row_map, moved = by_mask.row_id_map.clone(), fp8moe.torch.permute(x, by_mask).data
     by_index, index_map = te.moe_permute(x, ids, rows, map_type="index")
     sums = topk * x.float()
     permute_bytes, unpermute_bytes = (tokens + rows) * row, (rows + tokens) * row
@@ -81,7 +81,7 @@ def cases(inputs_of_case: Inputs) -> Iterator[Case]:
 
     nonzero_rows = routed * (weighted != 0).unsqueeze(1)
     yield Case(
-        "torch_ops.permute", lambda: torch_ops.permute(x, by_mask).data, is_equal(routed), permute_bytes
+        "fp8moe.torch.permute", lambda: fp8moe.torch.permute(x, by_mask).data, is_equal(routed), permute_bytes
     )
     yield Case("moe_permute, mask", lambda: te.moe_permute(x, mask, rows), is_equal(routed), permute_bytes)
     yield Case(
@@ -97,7 +97,10 @@ def cases(inputs_of_case: Inputs) -> Iterator[Case]:
         permute_bytes,
     )
     yield Case(
-        "torch_ops.unpermute", lambda: torch_ops.unpermute(moved, by_mask), is_close(sums), unpermute_bytes
+        "fp8moe.torch.unpermute",
+        lambda: fp8moe.torch.unpermute(moved, by_mask),
+        is_close(sums),
+        unpermute_bytes,
     )
     yield Case(
         "moe_unpermute, mask",
@@ -167,7 +170,7 @@ def main() -> None:
             "nbytes": turns[0].nbytes,
             "versions": {**versions(), "torch": torch.__version__},
             "commit": commit(),
-            "command": "python -m fp8moe.benchmarks.transformer_engine",
+            "command": "python -m benchmarks.transformer_engine",
         }
         append(arguments.out, row)
 

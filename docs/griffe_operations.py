@@ -9,7 +9,6 @@ from typing import Any
 import griffe
 
 DECLARE = {"operation", "operator_of", "public", "traceable"}  # make a function of their first argument
-COLLISIONS = {"grouped_gemm", "permute", "quantize", "swiglu"}  # names of a function and of its module
 
 
 class DeclaredOperations(griffe.Extension):
@@ -47,6 +46,4 @@ def _arguments(value: Any, functions: set[str]) -> list[str]:
 
 
 def _as_the_core(path: str) -> str:
-    name = path.removeprefix("fp8moe.")
-    target = f"{path}.{name}" if name in COLLISIONS else path
-    return f"As [`{path}`][{target}], with its arguments and results."
+    return f"As [`{path}`][{path}], with its arguments and results."

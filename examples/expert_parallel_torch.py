@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
+from fp8moe.torch import MOST_RANKS, FP8FlowMoE, SymmetricMemory, window_bytes
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 256, 256, 128, 8, 2  # tokens and experts per rank
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from fp8moe.adapters import transformers as fp8moe_transformers
+import fp8moe.transformers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GPU = DEVICE == "cuda"
@@ -59,6 +59,6 @@ def train(experts):
     print(f", {BATCH * LENGTH / seconds:,.0f} tokens per second")
 
 
-fp8moe_transformers.enable(recipe="fp8_flow")
+fp8moe.transformers.enable(recipe="fp8_flow")
 for name in ("grouped_mm", "fp8moe"):
     train(name)

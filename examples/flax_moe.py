@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fp8moe.adapters import jax_ops
+import fp8moe.jax
 from fp8moe.demo.text import generated_text
 
 # an ffn of 96 is not a multiple of 128 and is padded internally
@@ -35,7 +35,7 @@ class Experts(nnx.Module):
         wi_0, wi_1, wo = self.wi_0[...], self.wi_1[...], self.wo[...]
         if self.backend == "ragged_dot":
             return by_ragged_dot(x.astype(jnp.bfloat16), wi_0, wi_1, wo, ids, probs).astype(x.dtype)
-        return jax_ops.moe_ffn(x, (wi_0, wi_1), wo, ids, probs, recipe=self.backend, transposed=True)
+        return fp8moe.jax.moe_experts(x, (wi_0, wi_1), wo, ids, probs, recipe=self.backend, transposed=True)
 
 
 def by_ragged_dot(x, wi_0, wi_1, wo, ids, probs):

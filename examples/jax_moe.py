@@ -1,4 +1,4 @@
-"""A byte-level model with the expert layer in JAX: jitted steps, gradients through `moe_ffn`, bf16 and FP8.
+"""A byte-level model with the expert layer in JAX: jitted steps, gradients by `moe_experts`, bf16 and FP8.
 
 python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU, or on CUDA if jax finds a GPU)
 """
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8moe.adapters import jax_ops
+import fp8moe.jax
 from fp8moe.demo.text import generated_text
 
 WINDOW, EMBED, FFN, EXPERTS, TOPK, TOKENS, LR = 16, 16, 128, 8, 2, 512, 0.3
@@ -40,7 +40,7 @@ def loss(p, text, recipe):
     weights = [p["w13"], p["w2"]]
     if recipe == "bf16":
         weights = [w.astype(jnp.bfloat16) for w in weights]
-    y = jax_ops.moe_ffn(x.astype(jnp.bfloat16), *weights, ids, probs, recipe=recipe)
+    y = fp8moe.jax.moe_experts(x.astype(jnp.bfloat16), *weights, ids, probs, recipe=recipe)
     logits = (x + y.astype(jnp.float32)) @ p["head"]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, -1:], axis=1).mean()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fp8moe.adapters import torch_ops
+import fp8moe.torch
 
 torch.manual_seed(0)
 tokens, hidden, ffn, experts, topk = 256, 256, 128, 8, 2
@@ -12,6 +12,6 @@ w2 = (torch.randn(experts, hidden, ffn) / 11).bfloat16().requires_grad_()
 router = torch.randn(hidden, experts, requires_grad=True)
 
 scores, ids = (x.float() @ router).topk(topk)
-y = torch_ops.moe_experts(x, w13, w2, ids, scores.softmax(dim=-1), recipe="fp8_flow")
+y = fp8moe.torch.moe_experts(x, w13, w2, ids, scores.softmax(dim=-1), recipe="fp8_flow")
 y.float().square().mean().backward()
 print(y.shape, w13.grad.shape, router.grad.norm())

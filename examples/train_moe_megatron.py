@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import random as megatron_random  # noqa: E40
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from fp8moe.adapters import megatron  # noqa: E402
+import fp8moe.megatron as megatron  # noqa: E402
 
 VOCABULARY = 256
 

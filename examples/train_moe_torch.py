@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 from fp8moe.demo.text import generated_text
 from fp8moe.info import commit, versions
+from fp8moe.torch import FP8FlowMoE, weights_unchanged
 
 BYTES = 256
 

@@ -4,15 +4,11 @@ Operations take and return whatever kind of array the caller has: NumPy, CuPy, t
 with DLPack. Importing this package imports no framework and no GPU library.
 """
 
-import fp8moe._main_interpreter  # noqa: F401 - raises in others, before NumPy is imported
+import fp8moe.runtime.main_interpreter  # noqa: F401 - raises in others, before NumPy is imported
 from fp8moe import fsdp
 from fp8moe._version import __version__
 from fp8moe.activation import Activation
-from fp8moe.counters import Trace, trace
-from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, permute_gemm
-from fp8moe.interop import BackendUnavailable
-from fp8moe.layout import to_layout
-from fp8moe.moe import (
+from fp8moe.layer.moe import (
     moe_backward,
     moe_backward_input,
     moe_backward_weight,
@@ -20,7 +16,9 @@ from fp8moe.moe import (
     moe_forward_permuted,
     quantize_weights,
 )
-from fp8moe.permute import (
+from fp8moe.ops.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, permute_gemm
+from fp8moe.ops.layout import to_layout
+from fp8moe.ops.permute import (
     pad,
     permute,
     permute_and_pad,
@@ -31,8 +29,11 @@ from fp8moe.permute import (
     unpermute,
     unpermute_backward,
 )
-from fp8moe.plan import plan_index_map, plan_routing_map, plan_row_map, plan_topk
-from fp8moe.quantize import dequantize, quantize
+from fp8moe.ops.plan import plan_index_map, plan_routing_map, plan_row_map, plan_topk
+from fp8moe.ops.quantize import dequantize, quantize
+from fp8moe.ops.router import Routed, RouterConfig, route, route_backward
+from fp8moe.ops.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
+from fp8moe.ops.transpose import permute_transpose, scaling_aware_transpose
 from fp8moe.records import (
     MoEGrads,
     PermutationPlan,
@@ -42,9 +43,8 @@ from fp8moe.records import (
     SortedChunks,
     SwigluGrad,
 )
-from fp8moe.router import Routed, RouterConfig, route, route_backward
-from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
-from fp8moe.transpose import permute_transpose, scaling_aware_transpose
+from fp8moe.runtime.counters import Trace, trace
+from fp8moe.runtime.interop import BackendUnavailable
 
 __all__ = [
     "Activation",
@@ -96,3 +96,8 @@ __all__ = [
     "unpermute",
     "unpermute_backward",
 ]
+
+
+def __dir__() -> list[str]:
+    """For tab completion: the public names, without the modules behind them."""
+    return [*__all__, "__doc__", "__file__", "__name__", "__path__"]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import fp8moe
-from fp8moe.kernels_cuda.compiler import ARCHITECTURES
+from fp8moe.kernels_cuda.runtime.compiler import ARCHITECTURES
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder")
     demo.add_argument("--no-check", action="store_true", help="report only: exit code 0 for any losses")
 
-    verbs.add_parser("info", help="versions, devices, which backends and adapters work, what to install")
+    verbs.add_parser("info", help="versions, devices, which backends and doors work, what to install")
 
     selftest = verbs.add_parser("selftest", help="check every operation against independent arithmetic")
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "topics",
         nargs="*",
-        help="topics (default: all; see --list), or `compare`: this library and the other installed ones",
+        help="topics (default: all; see --list)",
     )
     bench.add_argument("--list", action="store_true", help="list the topics and exit")
     bench.add_argument("--device", choices=DEVICES, default="auto")
@@ -72,8 +72,6 @@ def parser() -> argparse.ArgumentParser:
         choices=("cupy", "torch"),
         help="on CUDA: the allocator of the arrays (default: cupy's memory pool)",
     )
-    bench.add_argument("--part", action="append", help="with `compare`: run only this part; repeatable")
-    bench.add_argument("--picture", type=Path, help="with `compare`: plot layer times, .svg or .png")
     return top
 
 
@@ -139,26 +137,14 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from fp8moe.kernels_cuda import compiler
+    from fp8moe.kernels_cuda.runtime import compiler
 
     return compiler.main(arguments.arch)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from fp8moe.benchmarks import harness
+    from fp8moe.bench import harness
 
-    if arguments.topics == ["compare"] and not arguments.list:
-        if arguments.allocator is not None:
-            raise ValueError(
-                "--allocator: got it with `compare`, which uses torch arrays; wanted another topic"
-            )
-        from fp8moe.benchmarks import compare
-
-        parts = compare.named_parts(arguments.part)
-        return compare.main(arguments.device, arguments.quick, arguments.out, arguments.picture, parts)
-    for option in ("part", "picture"):
-        if getattr(arguments, option) is not None:
-            raise ValueError(f"--{option}: got topics {arguments.topics}; wanted `compare` as the only topic")
     return harness.main(
         arguments.topics,
         arguments.device,

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from fp8moe import checks
 from fp8moe.records import Options
+from fp8moe.runtime import checks
 
 Kind = Literal[
     "swiglu", "geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8moe import checks
 from fp8moe.formats import round_up
+from fp8moe.runtime import checks
 
 POLICIES = ("merge", "split", "last_dim", "min")
 

@@ -1,4 +1,4 @@
-"""Environment report: versions, devices, which backends and adapters work, and what to install."""
+"""Environment report: versions, devices, which backends and doors work, and what to install."""
 
 from __future__ import annotations
 
@@ -21,41 +21,22 @@ ROOMS = (
     *("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router"),
     "expert_parallel",
 )
-# adapter -> (package that it requires, how to install it)
+# door -> (package that it requires, how to install it)
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
-_MEGATRON = ("megatron", "pip install 'fp8moe[megatron]'")
-ADAPTERS = {
-    "torch_library": _TORCH,
-    "torch_operation": _TORCH,
-    "torch_ops": _TORCH,
-    "torch_moe": _TORCH,
-    "torch_experts": _TORCH,
-    "torch_functional": _TORCH,
-    "torch_grouped": _TORCH,
-    "torch_halves": _TORCH,
-    "torch_lost_ranks": _TORCH,
-    "torch_router": _TORCH,
-    "torch_scaled_mm": _TORCH,
-    "torch_sharding": _TORCH,
-    "torch_stats": _TORCH,
-    "torch_distributed": _TORCH,
-    "torch_symmetric_memory": _TORCH,
-    "torch_fsdp": _TORCH,
-    "transformer_engine": _TORCH,
-    "jax_ffi": _JAX,
-    "jax_calls": _JAX,
-    "jax_ops": _JAX,
-    "jax_stats": _JAX,
-    "jax_tokens": _JAX,
-    "jax_expert_parallel": _JAX,
-    "transformer_engine_jax": _JAX,
+DOORS = {
+    "torch": _TORCH,
+    "jax": _JAX,
     "transformers": ("transformers", "pip install 'fp8moe[transformers]'"),
     "torchtitan": ("torchtitan", "pip install 'fp8moe[torchtitan]'"),
-    "megatron": _MEGATRON,
-    "megatron_layer": _MEGATRON,
-    "cupy_nccl": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),
-    "deepgemm": ("deep_gemm", "build DeepGEMM from its repository"),
-    "deep_ep": ("deep_ep", "build DeepEP from its repository"),
+    "megatron": ("megatron", "pip install 'fp8moe[megatron]'"),
+    "transformer_engine.pytorch": _TORCH,
+    "transformer_engine.jax": _JAX,
+    "cupy": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),
+}
+# libraries that fp8moe.torch calls where they are installed
+OPTIONAL = {
+    "deep_gemm": "build DeepGEMM from its repository",
+    "deep_ep": "build DeepEP from its repository",
 }
 
 
@@ -75,19 +56,24 @@ def report() -> str:
     else:
         lines.append(f"  kernels_cuda  {_try(_require_device)}")
         lines += _products()
-    lines += ["", "adapters"]
-    for adapter, (package, fix) in ADAPTERS.items():
+    lines += ["", "doors"]
+    for door, (package, fix) in DOORS.items():
         if importlib.util.find_spec(package) is None:
-            lines.append(f"  {adapter:23} not working: {package} is missing; {fix}")
+            lines.append(f"  fp8moe.{door:27} not working: {package} is missing; {fix}")
         else:
-            lines.append(f"  {adapter:23} {_try(partial(_load_adapter, adapter, fix))}")
+            lines.append(f"  fp8moe.{door:27} {_try(partial(_load_door, door, fix))}")
+    for package, fix in OPTIONAL.items():
+        if importlib.util.find_spec(package) is None:
+            lines.append(f"  {package:34} not working: {package} is missing; {fix}")
+        else:
+            lines.append(f"  {package:34} {_try(partial(importlib.import_module, package))}")
     return "\n".join(lines)
 
 
-def _load_adapter(adapter: str, fix: str) -> None:
-    importlib.import_module(f"fp8moe.adapters.{adapter}")
+def _load_door(door: str, fix: str) -> None:
+    importlib.import_module(f"fp8moe.{door}")
     # CuPy imports without NCCL's library, and stands in for the module that needs it
-    if adapter == "cupy_nccl" and not getattr(importlib.import_module("cupy").cuda.nccl, "available", True):
+    if door == "cupy" and not getattr(importlib.import_module("cupy").cuda.nccl, "available", True):
         raise RuntimeError(f"CuPy does not find NCCL; {fix}")
 
 
@@ -113,7 +99,9 @@ def _require_device() -> None:
         raise RuntimeError("no CUDA device")
     for room in ROOMS:
         importlib.import_module(f"fp8moe.kernels_cuda.{room}")
-    importlib.import_module("fp8moe.kernels_cuda.driver").architecture(0)  # raises for one that is too old
+    importlib.import_module("fp8moe.kernels_cuda.runtime.driver").architecture(
+        0
+    )  # raises for one that is too old
 
 
 def _devices() -> list[str]:
@@ -138,7 +126,7 @@ def _products() -> list[str]:
     """The grouped GEMM backend that each device uses, and why no faster one."""
     lines: list[str] = []
     try:
-        driver = importlib.import_module("fp8moe.kernels_cuda.driver")
+        driver = importlib.import_module("fp8moe.kernels_cuda.runtime.driver")
         grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
         for i in range(driver.runtime.getDeviceCount()):
             architecture = driver.architecture(i)

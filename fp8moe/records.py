@@ -147,7 +147,8 @@ class Quantized(Record):
     Attributes
     ----------
     rowwise : QuantTensor
-        Stored row-major. None in saved weights whose backward does not need it (`fp8moe.recipes.Saved`).
+        Stored row-major. None in saved weights whose backward does not need it
+        (`fp8moe.layer.recipes.Saved`).
     columnwise : QuantTensor
         Stored transposed.
     """

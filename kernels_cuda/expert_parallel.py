@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp8moe.kernels_cuda.encodings import conversion
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import by_warps, quantize, rows_are_whole
+from fp8moe.kernels_cuda.runtime.encodings import conversion
+from fp8moe.kernels_cuda.runtime.launch import fill_bytes, launch, scratch, threads
 from fp8moe.records import PermutationPlan, QuantTensor
 
 PARTS = 4  # maximum arrays of pack_rows

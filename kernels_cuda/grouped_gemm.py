@@ -10,16 +10,17 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
-from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, scratch, threads
-from fp8moe.kernels_cuda.permute import gather, gather_probs, sources
-from fp8moe.kernels_cuda.product import (
+from fp8moe.kernels_cuda.gemm import grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
+from fp8moe.kernels_cuda.gemm.product import (
     Product,
     product_of_grouped_gemm,
     product_of_wgrad,
     products_of_layer,
 )
+from fp8moe.kernels_cuda.permute import gather, gather_probs, sources
+from fp8moe.kernels_cuda.runtime import driver
+from fp8moe.kernels_cuda.runtime.encodings import FORMATS, KINDS
+from fp8moe.kernels_cuda.runtime.launch import current_architecture, launch, multiprocessors, scratch, threads
 from fp8moe.records import PermutationPlan, Permuted, QuantTensor
 
 #: floating-point operations above which a slower backend is not chosen silently
@@ -239,7 +240,7 @@ def _options(chosen: str, product: Product, num_sms: int | None, tokens_per_expe
 
 
 def _cublas() -> ModuleType:
-    return importlib.import_module("fp8moe.kernels_cuda.cublas")
+    return importlib.import_module("fp8moe.kernels_cuda.gemm.cublas")
 
 
 def _plain(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BLOCKED_128X4, blocked_tiles, ceil_div, is_columnwise
-from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import with_experts
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.runtime.configuration import Configuration
+from fp8moe.kernels_cuda.runtime.encodings import with_experts
+from fp8moe.kernels_cuda.runtime.launch import fill_bytes, launch, scratch, threads
 from fp8moe.records import QuantTensor
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8moe.formats import BFLOAT16, BLOCKED_128X4
-from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import KINDS, rows_of
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, once, scratch, shared_limit, threads
 from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
+from fp8moe.kernels_cuda.runtime.configuration import Configuration
+from fp8moe.kernels_cuda.runtime.encodings import KINDS, rows_of
+from fp8moe.kernels_cuda.runtime.launch import fill_bytes, launch, once, scratch, shared_limit, threads
 from fp8moe.records import (
     DeviceArray,
     PermutationPlan,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fp8moe.kernels_cuda.numba_cuda import (
+from fp8moe.kernels_cuda.runtime.numba_cuda import (
     BLOCK,
     as_words,
     cuda,

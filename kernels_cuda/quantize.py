@@ -7,10 +7,17 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BLOCKED_128X4, ceil_div, is_columnwise, is_mx
-from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import FORMATS, KINDS, conversion, experts_of, with_experts
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, shared_limit, threads
 from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
+from fp8moe.kernels_cuda.runtime.configuration import Configuration
+from fp8moe.kernels_cuda.runtime.encodings import FORMATS, KINDS, conversion, experts_of, with_experts
+from fp8moe.kernels_cuda.runtime.launch import (
+    fill_bytes,
+    launch,
+    multiprocessors,
+    scratch,
+    shared_limit,
+    threads,
+)
 from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # blocks with fast paths

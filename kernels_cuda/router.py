@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.kernels_cuda import grouped_gemm_wgmma16
-from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, scratch, threads
-from fp8moe.kernels_cuda.product import product_of_sum
+from fp8moe.kernels_cuda.gemm import grouped_gemm_wgmma16
+from fp8moe.kernels_cuda.gemm.product import product_of_sum
+from fp8moe.kernels_cuda.runtime.configuration import Configuration
+from fp8moe.kernels_cuda.runtime.launch import current_architecture, launch, multiprocessors, scratch, threads
 
 PER_LANE = (1, 4, 8, 32)  # compiled variants: experts per lane
 WARPS = 8  # must match router.cu

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 
 from fp8moe.activation import Activation
-from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS, conversion, experts_of, with_experts
-from fp8moe.kernels_cuda.launch import launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     TILE,
     quantize,
@@ -22,6 +19,9 @@ from fp8moe.kernels_cuda.quantize import (
     tile_results,
     tiles_are_whole,
 )
+from fp8moe.kernels_cuda.runtime.configuration import Configuration
+from fp8moe.kernels_cuda.runtime.encodings import KIND_NAMES, KINDS, conversion, experts_of, with_experts
+from fp8moe.kernels_cuda.runtime.launch import launch, scratch, threads
 from fp8moe.kernels_cuda.transpose import scaling_aware_transpose
 from fp8moe.records import DeviceArray, Quantized, QuantTensor, SwigluGrad
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fp8moe.formats import BLOCKED_128X4, is_mx
-from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import FORMATS, formats, with_experts
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, threads
 from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import TILE, make_strips, strips_with_scales, tiles_down
+from fp8moe.kernels_cuda.runtime.configuration import Configuration
+from fp8moe.kernels_cuda.runtime.encodings import FORMATS, formats, with_experts
+from fp8moe.kernels_cuda.runtime.launch import fill_bytes, launch, threads
 from fp8moe.records import PermutationPlan, QuantTensor
 
 

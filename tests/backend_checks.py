@@ -22,7 +22,7 @@ from oracles import at_boundaries, blocks_of, stored, transposed
 
 import fp8moe
 from fp8moe import QuantTensor, expert_parallel
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 
 def messages(both, rng, rows, columns, k, dtype):

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fp8moe import Activation, QuantTensor
-from fp8moe.record_trees import arrays_in
+from fp8moe.runtime.record_trees import arrays_in
 
 #: seed of the run: pytest prints it, and the environment variable repeats the same random values
 SEED = int(os.environ.get("FP8MOE_TEST_SEED") or secrets.randbits(32))

@@ -34,8 +34,8 @@ def held_to_eager(function, backend, weights=()):
 
 def layer():
     from fp8moe import RouterConfig
-    from fp8moe.adapters.torch_moe import FP8FlowMoE
-    from fp8moe.adapters.torch_router import Router
+    from fp8moe.adapters.torch.layer import FP8FlowMoE
+    from fp8moe.adapters.torch.router import Router
 
     experts = FP8FlowMoE(H, F, E, K)
     held_to_eager(lambda x, probs: experts(x) * probs.mean(), "eager", list(experts.parameters()))
@@ -57,9 +57,9 @@ def layer():
 
 
 def operations():
-    """Under ``torch_ops`` the names of modules that import it are resolved at first use."""
+    """Operations, the experts and the router, by the names of `fp8moe.torch`."""
     from fp8moe import RouterConfig
-    from fp8moe.adapters import torch_ops
+    from fp8moe import torch as torch_ops
 
     w13, w2 = (torch.randn(E, n, H, requires_grad=True) for n in (2 * F, H))
 

@@ -12,7 +12,7 @@ from cupy.cuda import nccl
 
 import fp8moe
 from fp8moe.adapters.cupy_nccl import Communicator
-from fp8moe.record_trees import map_arrays
+from fp8moe.runtime.record_trees import map_arrays
 
 RANK, WORLD, FILE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 

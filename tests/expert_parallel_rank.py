@@ -29,14 +29,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8moe
 from fp8moe import Activation, expert_parallel
-from fp8moe.adapters import torch_moe, torch_sharding
-from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
-from fp8moe.adapters.torch_fsdp import shard_placement
-from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
+from fp8moe.adapters.torch import layer as torch_moe
+from fp8moe.adapters.torch import sharding as torch_sharding
+from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
+from fp8moe.adapters.torch.distributed.symmetric_memory import SymmetricMemory
+from fp8moe.adapters.torch.fsdp import shard_placement
+from fp8moe.adapters.torch.functional import moe_experts
+from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.expert_parallel import Capacity
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 CASE, RANK, WORLD, FILE, DEVICE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 H, F, E = 512, 128, 2 * WORLD  # from H = 512 on, rows are quantised directly into messages

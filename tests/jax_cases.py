@@ -11,7 +11,7 @@ jax = pytest.importorskip("jax")
 # also on machines with a GPU, which test_jax_cuda.py tests
 jax.config.update("jax_default_device", jax.devices("cpu")[0])
 jnp = jax.numpy
-jax_ops = pytest.importorskip("fp8moe.adapters.jax_ops")
+jax_ops = pytest.importorskip("fp8moe.adapters.jax.ops")
 
 T, H, F, E, K = 40, 256, 128, 4, 2
 RNG = np.random.default_rng(5)

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import fp8moe
-from fp8moe.adapters import jax_expert_parallel, jax_ops
+from fp8moe.adapters.jax import expert_parallel as jax_expert_parallel
+from fp8moe.adapters.jax import ops as jax_ops
 
 T, H, F, E, K = 16, 128, 128, 4, 2
 MESH = Mesh(np.array(jax.devices()), ("d",))
@@ -28,7 +29,7 @@ ids, probs = jnp.asarray(RNG.integers(-1, E, (T, K)), jnp.int32), jnp.asarray(RN
 sizes = jnp.full(8, T // 8, jnp.int32)
 
 
-def layer(x, w13, w2, probs, ids, ffn=jax_ops.moe_ffn, **options):
+def layer(x, w13, w2, probs, ids, ffn=jax_ops.moe_experts, **options):
     return ffn(x, w13, w2, ids, probs, recipe="bf16", **options)
 
 
@@ -82,7 +83,7 @@ for function, arrays, specs, integers in (
         # each with an error of at most 128 * 2^-24 of its terms
         assert np.linalg.norm(a - b) <= 6 * 128 * 2.0**-24 * np.linalg.norm(b), function
 
-by_experts = functools.partial(layer, ffn=jax_expert_parallel.moe_ffn, axis_name="d")
+by_experts = functools.partial(layer, ffn=jax_expert_parallel.moe_experts_over_axis, axis_name="d")
 checked, unchecked = (
     gradients(on_devices(by_experts, SPLIT, check_vma=check), (x, w13, w2, probs), (ids,))
     for check in (True, False)

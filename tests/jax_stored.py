@@ -12,7 +12,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
-from fp8moe.adapters import jax_ops
+from fp8moe.adapters.jax import ops as jax_ops
 
 verb, folder = sys.argv[1], Path(sys.argv[2])
 for name, value in {
@@ -26,7 +26,7 @@ jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if "c
 
 
 def loss(x, w13, w2, ids, probs):
-    return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="fp8_flow").astype(jnp.float32).sum()
+    return jax_ops.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(jnp.float32).sum()
 
 
 def arrays():

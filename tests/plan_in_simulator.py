@@ -6,11 +6,11 @@ import importlib
 import numpy as np
 from cases import generator, mask_of, poisoned
 
-from fp8moe.plan import plan_spec
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.ops.plan import plan_spec
 from fp8moe.records import ArraySpec
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
-assert importlib.import_module("fp8moe.kernels_cuda.numba_cuda").SIMULATED
+assert importlib.import_module("fp8moe.kernels_cuda.runtime.numba_cuda").SIMULATED
 kernels = importlib.import_module("fp8moe.kernels_cuda.plan")
 reference = importlib.import_module("fp8moe.reference.plan")
 

@@ -7,8 +7,8 @@ from cases import BF16, same_bits
 
 import fp8moe
 from fp8moe import RouterConfig
+from fp8moe.ops.router import add_product
 from fp8moe.reference import router as reference
-from fp8moe.router import add_product
 
 DEEPSEEK = RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
 CONFIGS = [

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8moe
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 RNG = generator()
 IDS = np.array([[0, 1], [1, 2], [0, 2]], np.int32)
@@ -694,7 +694,9 @@ def test_cached_launch_plan_does_not_write_to_its_inputs(monkeypatch, by_name):
         return fp8moe.grouped_gemm_wgrad(*arguments, offsets, out)
 
     sums = [add(X32, X32.copy(), np.zeros((2, 128, 128), np.float32)).host for _ in range(4)]
-    assert [type(plan) for _, plan in fp8moe.dispatch.cached_plans()] == [fp8moe.launch_plan.LaunchPlan]
+    assert [type(plan) for _, plan in fp8moe.runtime.dispatch.cached_plans()] == [
+        fp8moe.runtime.launch_plan.LaunchPlan
+    ]
     assert same_bits(sums[0], sums[-1])
     memory = X32.copy()
     with pytest.raises(ValueError, match="out: got memory that overlaps dy;"):
@@ -816,7 +818,7 @@ def outcome(function, call, junk):
     }
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(fp8moe.interop.Framework, "empty", empty)
+        patch.setattr(fp8moe.runtime.interop.Framework, "empty", empty)
         try:
             result = getattr(fp8moe, function)(**arguments)
         except (ValueError, TypeError, MemoryError) as error:

@@ -5,8 +5,8 @@ import pytest
 from cases import SEED
 
 import fp8moe
-from fp8moe import chunk_orders
 from fp8moe.expert_parallel.blocks import device_blocks, local_ids
+from fp8moe.ops import chunk_orders
 
 MODULES = ["numpy", "jax.numpy"]
 

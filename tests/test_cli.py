@@ -16,7 +16,7 @@ import pytest
 import fp8moe
 from fp8moe import info, selftest
 from fp8moe.__main__ import main
-from fp8moe.benchmarks import harness
+from fp8moe.bench import harness
 from fp8moe.demo import train
 from fp8moe.formats import FLOAT8_DTYPES
 
@@ -47,7 +47,7 @@ def test_info(capsys):
 @pytest.mark.parametrize(("architecture", "fp8"), [("sm_86", "mma"), ("sm_90a", "wgmma"), ("sm_120a", "mma")])
 def test_info_lists_the_backend_of_each_product(monkeypatch, architecture, fp8):
     pytest.importorskip("cupy")
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     monkeypatch.setattr(driver, "runtime", SimpleNamespace(getDeviceCount=lambda: 2))
     monkeypatch.setattr(driver, "architecture", lambda device: ("sm_80", architecture)[device])
@@ -69,16 +69,16 @@ def test_selftest_passes_on_fresh_inputs(capsys):
 
 def detects(monkeypatch, spoil, verb):
     """Whether a check of the selftest fails if ``spoil`` changes each output of an operation."""
-    run, calls = fp8moe.dispatch.Call.run, []
+    run, calls = fp8moe.runtime.dispatch.Call.run, []
 
     def broken(self, room, name, *args, out, **options):
         run(self, room, name, *args, out=out, **options)
         if name == verb:
             calls.append(1)
-            for array in fp8moe.record_trees.arrays_in(out):
+            for array in fp8moe.runtime.record_trees.arrays_in(out):
                 spoil(array.reshape(-1))
 
-    monkeypatch.setattr(fp8moe.dispatch.Call, "run", broken)
+    monkeypatch.setattr(fp8moe.runtime.dispatch.Call, "run", broken)
     inputs = selftest.Inputs(int(np.random.default_rng().integers(2**32)))
     for check in selftest.CHECKS.values():
         try:
@@ -153,10 +153,9 @@ def test_selftest_detects_a_wrong_number_format(name, monkeypatch):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_selftest_of_frameworks(framework, capsys, monkeypatch):
     pytest.importorskip(framework)
-    name = "moe_experts" if framework == "torch" else "moe_ffn"
-    ops = importlib.import_module(f"fp8moe.adapters.{framework}_ops")
-    experts = getattr(ops, name)
-    monkeypatch.setattr(ops, name, lambda *args, **options: 2 * experts(*args, **options))
+    ops = importlib.import_module(f"fp8moe.{framework}")
+    experts = ops.moe_experts
+    monkeypatch.setattr(ops, "moe_experts", lambda *args, **options: 2 * experts(*args, **options))
     monkeypatch.setattr(selftest, "CHECKS", {})
     monkeypatch.setattr(selftest, "FRAMEWORKS", {framework: selftest.FRAMEWORKS[framework]})
     assert main(["selftest", "--device", "cpu"]) == 1
@@ -210,7 +209,7 @@ def test_compile_refuses_architectures_that_no_kernel_runs_on(architecture, caps
 
 def test_device_without_the_instructions_of_the_kernels(monkeypatch):
     cupy = pytest.importorskip("cupy")
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     monkeypatch.setattr(cupy.cuda, "Device", lambda device: SimpleNamespace(compute_capability="75"))
     monkeypatch.setattr(driver, "runtime", SimpleNamespace(getDeviceCount=lambda: 1))
@@ -241,7 +240,7 @@ def test_bench_writes_json_lines(tmp_path, capsys):
 def test_bench_does_not_time_wrong_results(monkeypatch, capsys):
     from dataclasses import replace
 
-    from fp8moe.benchmarks import quantize
+    from fp8moe.bench import quantize
 
     cases = [replace(c, check=lambda *_: False) for c in quantize.cases("quick")]
     monkeypatch.setattr(quantize, "cases", lambda size: cases)
@@ -291,7 +290,7 @@ def test_allocator_option_requires_cuda(capsys):
 @pytest.mark.parametrize("ranks", [[], ["--ranks", "99"]])
 def test_the_exchange_needs_a_gpu_for_each_rank(ranks, monkeypatch, capsys):
     torch = pytest.importorskip("torch")
-    from fp8moe.benchmarks import exchange
+    from benchmarks import exchange
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(sys, "argv", ["exchange", *ranks])
@@ -388,7 +387,7 @@ def test_a_pipe_gets_lines_at_once_and_may_be_closed():
 
 def test_benchmarks_make_the_arrays_of_one_shape_at_a_time(monkeypatch):
     """And on a terminal without tqdm print plain lines."""
-    from fp8moe.benchmarks import swiglu
+    from fp8moe.bench import swiglu
 
     made = []
     monkeypatch.setattr(swiglu, "one_shape", lambda *shape: made.append(shape) or [shape])
@@ -402,7 +401,7 @@ def test_benchmarks_make_the_arrays_of_one_shape_at_a_time(monkeypatch):
 
 
 def test_the_roofline_is_drawn(tmp_path):
-    from fp8moe.benchmarks import roofline
+    from benchmarks import roofline
 
     roofline.draw("h200", tmp_path / "picture.svg")
     assert "copy" in (tmp_path / "picture.svg").read_text()

@@ -14,10 +14,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from fp8moe.__main__ import main
-from fp8moe.benchmarks import compare, compare_layer, compare_operations
-from fp8moe.benchmarks.contender import Contender
-from fp8moe.benchmarks.harness import routing
+from benchmarks import compare, compare_layer, compare_operations
+from benchmarks.contender import Contender
+from fp8moe.bench.harness import routing
 
 SHAPE = (48, 4, 128, 128, 2)
 
@@ -29,8 +28,8 @@ def small(monkeypatch):
 
 def test_installed_libraries_are_compared(small, tmp_path, capsys):
     out, picture = tmp_path / "rows.jsonl", tmp_path / "pictures" / "layer.svg"
-    arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--picture", str(picture)]
-    assert main(arguments) == 0
+    arguments = ["--device", "cpu", "--out", str(out), "--picture", str(picture)]
+    assert compare.command_line(arguments) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     layer = {row["name"] for row in rows if row["part"] == "layer"}
     wanted = {"torch grouped_mm, bf16", "fp8moe, bf16", "fp8moe, fp8_blockwise", "fp8moe, fp8_flow"}
@@ -253,16 +252,10 @@ def test_draw_requires_layer_rows_of_one_device(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("option", [["--picture", "p.svg"], ["--part", "layer"]], ids=lambda o: o[0])
-def test_options_of_compare_are_rejected_by_other_benchmarks(option, capsys):
-    assert main(["bench", "plan", "--quick", "--device", "cpu", *option]) == 2
-    assert option[0] in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["layer", "layer.xyz", "layer.svg.txt"])
 def test_a_picture_of_another_kind_is_refused_before_anything_runs(name, small, tmp_path, capsys):
-    arguments = ["bench", "compare", "--device", "cpu", "--picture", str(tmp_path / name)]
-    assert main(arguments) == 2
+    arguments = ["--device", "cpu", "--picture", str(tmp_path / name)]
+    assert compare.command_line(arguments) == 2
     read = capsys.readouterr()
     assert f"--picture: got {tmp_path / name}; wanted a name that ends in .svg or .png" in read.err
     assert not read.out
@@ -270,13 +263,13 @@ def test_a_picture_of_another_kind_is_refused_before_anything_runs(name, small, 
 
 def test_one_part_alone(small, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--part"]
-    assert main([*arguments, "quantise rows"]) == 0
+    arguments = ["--device", "cpu", "--out", str(out), "--part"]
+    assert compare.command_line([*arguments, "quantise rows"]) == 0
     assert {json.loads(line)["part"] for line in out.read_text().splitlines()} == {"quantise rows"}
     rows = len(out.read_text().splitlines())
-    assert main([*arguments, "layers"]) == 2
+    assert compare.command_line([*arguments, "layers"]) == 2
     assert "--part: got 'layers'; wanted one of 'layer', 'grouped product'" in capsys.readouterr().err
-    assert main([*arguments, "quantise rows", "--picture", str(tmp_path / "p.svg")]) == 2
+    assert compare.command_line([*arguments, "quantise rows", "--picture", str(tmp_path / "p.svg")]) == 2
     assert "--picture: got it with the parts 'quantise rows'; wanted 'layer'" in capsys.readouterr().err
     assert len(out.read_text().splitlines()) == rows  # nothing was timed
 
@@ -290,7 +283,7 @@ def test_version_falls_back_to_the_modules_attribute(monkeypatch):
 
 def test_missing_torch_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "compare", "--device", "cpu"]) == 2
+    assert compare.command_line(["--device", "cpu"]) == 2
     assert "torch, which is missing: pip install 'fp8moe[bench,torch]'\n" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ import pytest
 from cases import SEED
 
 import fp8moe
-from fp8moe.kernels_cuda import compiler
+from fp8moe.kernels_cuda.runtime import compiler
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(
         compiler, "OPTIONS", (*compiler.OPTIONS, f"-I{tmp_path}")
     )  # another key than in other tests
-    path = compiler.SOURCES / "permute.cu"
+    path = compiler.files()["permute.cu"]
     assert compiler.cubin(path, "sm_90a") == b"code of permute"
     deadline = time.monotonic() + 60
     while len(compiled) < len(compiler.sources("sm_90a")) and time.monotonic() < deadline:
@@ -114,8 +114,8 @@ def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
     }
     assert sorted(compiled) == sorted(usual.items())
     for name, defines in usual.items():
-        assert defines in compiler.variants(compiler.SOURCES / f"{name}.cu")
-        compiler.cubin(compiler.SOURCES / f"{name}.cu", "sm_90a", defines)
+        assert defines in compiler.variantscompiler.files()[f"{name}.cu"]
+        compiler.cubin(compiler.files()[f"{name}.cu"], "sm_90a", defines)
     assert len(compiled) == len(usual) == len(list((tmp_path / "cache").iterdir()))
 
 
@@ -202,12 +202,12 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
         f"0 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
         "ptxas info : Used 53 registers, used 1 barriers, 16 bytes smem"
     )
-    monkeypatch.setattr(compiler, "sources", lambda architecture: [compiler.SOURCES / "unpermute.cu"])
+    monkeypatch.setattr(compiler, "sources", lambda architecture: [compiler.files()["unpermute.cu"]])
     code, written = bytes([spills, 1, 2]), {}
     monkeypatch.setattr(compiler, "compile_source", lambda path, architecture, defines: (code, log))
     monkeypatch.setattr(compiler, "_write", written.__setitem__)
     assert compiler.main(["sm_80"]) == status
-    path = compiler.SOURCES / "unpermute.cu"
+    path = compiler.files()["unpermute.cu"]
     key = compiler._key(path, "sm_80", compiler.variants(path)[0])  # which a launch reads
     assert written == {compiler._entry("unpermute", "sm_80", key): code}
     line, last = capsys.readouterr().out.splitlines()[-2:]
@@ -295,7 +295,7 @@ def test_an_error_names_a_compiler_that_is_too_old(monkeypatch):
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (12, 0))
     monkeypatch.setattr(compiler, "_nvrtc", lambda: nvrtc)
     with pytest.raises(compiler.CompileError, match=r"NVRTC 12\.0 was found.*need 12\.9 or newer.*cuda12"):
-        compiler.compile_source(compiler.SOURCES / "permute.cu", "sm_999")
+        compiler.compile_source(compiler.files()["permute.cu"], "sm_999")
 
 
 def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
@@ -311,7 +311,7 @@ def test_a_kernel_of_the_plans_compiles(monkeypatch):
     simulator (test_plan.py), and for sm_90a in the GPU tests."""
     pytest.importorskip("cupy")
     architecture = "sm_80"
-    numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
+    numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.runtime.numba_cuda")
     kernel, kinds = random.Random(SEED).choice(launched_by_plans(monkeypatch))
     code = numba_cuda.cubin(kernel, kinds, architecture)
     assert len(code) > 1000
@@ -321,7 +321,8 @@ def test_a_kernel_of_the_plans_compiles(monkeypatch):
 def launched_by_plans(monkeypatch):
     """The kernels that plans launch, for ids and for masks with and without whole words, and the types of
     their arguments."""
-    from fp8moe.kernels_cuda import numba_cuda, plan
+    from fp8moe.kernels_cuda import plan
+    from fp8moe.kernels_cuda.runtime import numba_cuda
 
     launched = []
     monkeypatch.setattr(plan, "shared_limit", lambda: 1 << 16)
@@ -347,7 +348,7 @@ def launched_by_plans(monkeypatch):
 @pytest.mark.parametrize("fails", [True, False])
 def test_numba_compilation_restores_garbage_collection(monkeypatch, collects, fails):
     pytest.importorskip("cupy")
-    numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
+    numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.runtime.numba_cuda")
     kernel, _ = launched_by_plans(monkeypatch)[0]
     meanwhile = []
 
@@ -375,11 +376,11 @@ def test_numba_compilation_restores_garbage_collection(monkeypatch, collects, fa
 
 def test_every_kernel_that_is_launched_exists():
     launched = set()
-    for path in compiler.SOURCES.glob("*.py"):
+    for path in compiler.files()["common.cuh"].parent.rglob("*.py"):
         # the first argument of a launcher's own `_launch` is the operation's name
         for call in (r'\blaunch\(\s*"(\w+)",\s*"(\w+)"', r'\b_launch\(\s*"\w+",\s*"(\w+)",\s*"(\w+)"'):
             launched |= set(re.findall(call, path.read_text()))
     assert len(launched) > 15
     for source, kernel in launched:
-        text = (compiler.SOURCES / f"{source}.cu").read_text()
+        text = compiler.files()[f"{source}.cu"].read_text()
         assert re.search(rf'extern "C" __global__ void[^;{{]*?\b{kernel}\(', text), (source, kernel)

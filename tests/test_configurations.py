@@ -10,19 +10,10 @@ from cases import generator
 import fp8moe
 
 pytest.importorskip("cupy")
-from fp8moe.kernels_cuda import (
-    compiler,
-    driver,
-    grouped_gemm,
-    grouped_gemm_mma,
-    grouped_gemm_wgmma16,
-    grouped_gemm_wgmma_fp8,
-    permute,
-    quantize,
-    swiglu,
-    transpose,
-)
-from fp8moe.kernels_cuda.product import Product
+from fp8moe.kernels_cuda import grouped_gemm, permute, quantize, swiglu, transpose
+from fp8moe.kernels_cuda.gemm import grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
+from fp8moe.kernels_cuda.gemm.product import Product
+from fp8moe.kernels_cuda.runtime import compiler, driver
 
 H200 = {"multiprocessors": 132, "shared": 228 << 10, "block": 227 << 10}
 BLOCK_RESERVES = 1 << 10  # bytes of shared memory per block that the system reserves
@@ -31,7 +22,7 @@ ROWS = (16, 32, 128, 512, 2048, 4096, 4112, 7168, 14_336, 16_384, 16_400, 57_344
 
 def constants(header):
     """Constants of a source or header that are defined as literal numbers."""
-    text = (compiler.SOURCES / header).read_text()
+    text = compiler.files()[header].read_text()
     return {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+) *(?://.*)?\n", text)}
 
 
@@ -116,9 +107,9 @@ def product(operands="bfloat16", verb="grouped_gemm", out=None, width=4096, dept
 )
 def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb, blocks):
     before_pipeline = (
-        (compiler.SOURCES / f"{verb}_mma.cu").read_text().partition('#include "mma_pipeline.cuh"')[0]
+        compiler.files()[f"{verb}_mma.cu"].read_text().partition('#include "mma_pipeline.cuh"')[0]
     )
-    headers = [(compiler.SOURCES / f"{name}.cuh").read_text() for name in ("mma", "mma_pipeline")]
+    headers = [compiler.files()[f"{name}.cuh"].read_text() for name in ("mma", "mma_pipeline")]
     text = "\n".join([before_pipeline, *headers])
     directives = re.findall(r"^#(?!pragma|include)(?:.*\\\n)*.*", text, re.M)
     number = "".join(filter(str.isdigit, architecture))
@@ -473,7 +464,9 @@ def test_plan_sizes_cover_all_tokens_and_fit_a_block(tokens, experts, width):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(compiler.SOURCES.glob("grouped_gemm*wgmma*.cu")), ids=lambda path: path.stem
+    "path",
+    [p for name, p in compiler.files().items() if re.fullmatch(r"grouped_gemm.*wgmma.*\.cu", name)],
+    ids=lambda path: path.stem,
 )
 @pytest.mark.parametrize("setting", [0, 1])
 def test_registers_of_consumers_and_producers_fit(path, setting):

@@ -57,10 +57,11 @@ from hypothesis import strategies as st
 from oracles import exact
 
 import fp8moe
-from fp8moe import Activation, row_maps
-from fp8moe.benchmarks.beside import occupied
-from fp8moe.record_trees import arrays_in, map_arrays
+from benchmarks.beside import occupied
+from fp8moe import Activation
+from fp8moe.ops import row_maps
 from fp8moe.records import DeviceArray, QuantTensor
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 pytestmark = pytest.mark.gpu
 KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
@@ -70,13 +71,13 @@ KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
 def _poisoned_outputs(monkeypatch):
     """All device memory that the library allocates for outputs is poisoned."""
     cupy = pytest.importorskip("cupy")
-    for kind in {type(f) for f in fp8moe.interop.FRAMEWORKS.values()}:
+    for kind in {type(f) for f in fp8moe.runtime.interop.FRAMEWORKS.values()}:
         if "empty" not in vars(kind):
             continue
 
         def poisoned(self, spec, device, empty=kind.empty):
             raw = empty(self, spec, device)
-            if isinstance(raw, DeviceArray) and raw.nbytes and device != fp8moe.dispatch.NOWHERE:
+            if isinstance(raw, DeviceArray) and raw.nbytes and device != fp8moe.runtime.dispatch.NOWHERE:
                 with cupy.cuda.Device(device):
                     cupy.cuda.runtime.memsetAsync(raw.ptr, poison(raw.dtype), raw.nbytes, self.stream(device))
             return raw
@@ -88,7 +89,7 @@ def _poisoned_outputs(monkeypatch):
 def test_outputs_are_poisoned(framework):
     module = pytest.importorskip(framework)
     array = module.zeros(4) if framework == "cupy" else module.zeros(4, device="cuda")
-    call = fp8moe.dispatch.enter(x=array)
+    call = fp8moe.runtime.dispatch.enter(x=array)
     for dtype in (np.dtype(np.uint8), np.dtype(np.float32)):
         raw = call.empty(fp8moe.records.ArraySpec((7,), dtype))
         assert (call.to_host(raw).view(np.uint8) == poison(dtype)).all()
@@ -1019,7 +1020,7 @@ def test_layer(recipe, recompute):
 
 def test_torch_tensors_use_torchs_memory_and_stream():
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters import torch_ops
+    from fp8moe.adapters.torch import ops as torch_ops
 
     rng = np.random.default_rng(8)
     x, ids = values(rng, (64, 256), BF16), rng.integers(-1, 4, (64, 2)).astype(np.int32)
@@ -1070,7 +1071,7 @@ def test_a_hundred_repeats_are_bit_equal():
 
 def test_transformer_engines_names_on_cuda():
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters import transformer_engine as te
+    from fp8moe.adapters.transformer_engine import pytorch as te
 
     g = torch.Generator().manual_seed(0)
     mask = (torch.rand(37, 5, generator=g) < 0.4).int()
@@ -1127,7 +1128,7 @@ def test_a_small_capacity_writes_nothing_outside():
     x = upload(rng.standard_normal((40, 64)).astype(BF16))
     for capacity in (0, 1, 23, 47):
         plan = fp8moe.plan_topk(upload(ids), 3, align_size=16, num_out_tokens=capacity)
-        call = fp8moe.dispatch.enter(x=x, plan=plan)
+        call = fp8moe.runtime.dispatch.enter(x=x, plan=plan)
         guarded = cupy.full((capacity + 64, 64), 0xA5A5, cupy.uint16)
         raw = DeviceArray(guarded.data.ptr, (capacity, 64), BF16, 0, guarded)
         spec = fp8moe.records.Permuted(raw, None, None)
@@ -1226,7 +1227,7 @@ def test_cupy_graph_keeps_its_scratch_memory():
     assert_same(wanted.data, download(captured.data))
     assert all(bool((o == 7).all()) for o in others)
 
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     def capture():
         with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -1254,7 +1255,7 @@ def test_launches_wait_for_each_other(monkeypatch, captured):
     stream, or a copy on another stream."""
     import cupy
 
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     monkeypatch.undo()  # filling outputs would separate the launches
     rng = np.random.default_rng(15)
@@ -1317,7 +1318,7 @@ def torch_case(requires_grad=True):
 
 
 def there_and_back(ids, x, probs):
-    from fp8moe.adapters import torch_ops
+    from fp8moe.adapters.torch import ops as torch_ops
 
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
     moved = torch_ops.permute(x, plan, probs)
@@ -1367,7 +1368,7 @@ def test_torch_cuda_graph_of_forward_and_backward():
 
 def fp8_there_and_back(ids, x):
     """Quantise, permute with scales, transpose, and sum the rows back."""
-    from fp8moe.adapters import torch_ops
+    from fp8moe.adapters.torch import ops as torch_ops
 
     q = torch_ops.quantize(x)
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
@@ -1400,7 +1401,7 @@ def test_fp8_in_a_compiled_function_and_a_cuda_graph():
 
 
 def test_float8_dtypes_are_views():
-    from fp8moe.adapters import torch_ops
+    from fp8moe.adapters.torch import ops as torch_ops
 
     torch, _, x, _ = torch_case(False)
     q = torch_ops.quantize(x)
@@ -1460,7 +1461,7 @@ def test_cupys_arrays_on_the_second_device():
 
 
 def test_an_eager_plan_in_a_compiled_function():
-    from fp8moe.adapters import torch_ops
+    from fp8moe.adapters.torch import ops as torch_ops
 
     torch, ids, x, probs = torch_case()
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
@@ -1497,7 +1498,7 @@ def test_the_torch_module_in_a_cuda_graph(scope):
     quantises the weights itself; captured in a weights_unchanged context it reads the copies of
     quantize_weights()."""
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
-    from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
+    from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
@@ -1556,7 +1557,7 @@ def test_the_torch_module_in_a_cuda_graph(scope):
 def test_micro_batches_in_one_cuda_graph():
     """A weights_unchanged context inside a captured step makes one set of copies per replay."""
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
+    from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
@@ -1601,7 +1602,7 @@ def test_micro_batches_in_one_cuda_graph():
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
 def test_the_torch_module_compiled_as_one_graph(recipe):
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters.torch_moe import FP8FlowMoE
+    from fp8moe.adapters.torch.layer import FP8FlowMoE
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, recipe=recipe, device="cuda")

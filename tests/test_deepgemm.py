@@ -10,7 +10,7 @@ from cases import generator, offsets_of, relative, same_bits
 import fp8moe
 
 torch = pytest.importorskip("torch")
-deepgemm = pytest.importorskip("fp8moe.adapters.deepgemm")
+deepgemm = pytest.importorskip("fp8moe.adapters.torch.deepgemm")
 RNG = np.random.default_rng(1)
 
 
@@ -73,11 +73,11 @@ def test_product_matches_grouped_gemm(layout, installed):
     x = fp8moe.quantize(torch.randn(384 + 6, 256), layout=layout)
     w = fp8moe.quantize_weights(torch.randn(3, 128, 256))
     out = torch.full((390, 128), 7.0, dtype=torch.bfloat16)
-    assert deepgemm.grouped_gemm(x, w.rowwise, offsets, out) is out
+    assert deepgemm.deepgemm_grouped_gemm(x, w.rowwise, offsets, out) is out
     wanted = fp8moe.grouped_gemm(x, w.rowwise, offsets)
     assert relative(out[:384].float().numpy(), wanted[:384].float().numpy()) < 2.0**-8
     assert (out[384:] == 7).all()
-    back = deepgemm.grouped_gemm(fp8moe.quantize(wanted), w.columnwise, offsets)
+    back = deepgemm.deepgemm_grouped_gemm(fp8moe.quantize(wanted), w.columnwise, offsets)
     assert back.shape == (390, 256)
 
 
@@ -85,17 +85,17 @@ def test_validation_errors(monkeypatch, installed):
     x, w = fp8moe.quantize(torch.randn(128, 256)), fp8moe.quantize_weights(torch.randn(1, 128, 256)).rowwise
     offsets = torch.tensor([0, 128], dtype=torch.int32)
     with pytest.raises(TypeError, match="e5m2"):
-        deepgemm.grouped_gemm(fp8moe.quantize(torch.randn(128, 256), fmt="e5m2"), w, offsets)
+        deepgemm.deepgemm_grouped_gemm(fp8moe.quantize(torch.randn(128, 256), fmt="e5m2"), w, offsets)
     with pytest.raises(ValueError, match=r"\[128, 256\]"):
-        deepgemm.grouped_gemm(x, w, offsets[:1])
+        deepgemm.deepgemm_grouped_gemm(x, w, offsets[:1])
     fake = sys.modules["deep_gemm"]
     for alignment in (64, 128):
         fake.get_mk_alignment_for_contiguous_layout = lambda alignment=alignment: alignment
-        deepgemm.grouped_gemm(x, w, offsets)
+        deepgemm.deepgemm_grouped_gemm(x, w, offsets)
     for alignment in (224, 256):  # a block of rows is multiplied by the weight of its first row's expert
         fake.get_mk_alignment_for_contiguous_layout = lambda alignment=alignment: alignment
         with pytest.raises(ValueError, match=f"deep_gemm: got blocks of {alignment} rows; wanted a divisor"):
-            deepgemm.grouped_gemm(x, w, offsets)
+            deepgemm.deepgemm_grouped_gemm(x, w, offsets)
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(ImportError, match="another package"):
-        deepgemm.grouped_gemm(x, w, offsets)
+        deepgemm.deepgemm_grouped_gemm(x, w, offsets)

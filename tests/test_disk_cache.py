@@ -14,9 +14,9 @@ import numba
 import pytest
 from cases import generator
 
-from fp8moe.disk_cache import make_folder, read_entry
-from fp8moe.kernels_cuda import compiler
+from fp8moe.kernels_cuda.runtime import compiler
 from fp8moe.reference import numerics
+from fp8moe.runtime.disk_cache import make_folder, read_entry
 
 RNG = generator()
 OTHER_USER = 54321

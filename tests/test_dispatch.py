@@ -13,8 +13,8 @@ from cases import BF16, same_bits, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8moe
-from fp8moe import dispatch, interop
-from fp8moe.interop import capsule
+from fp8moe.runtime import dispatch, interop
+from fp8moe.runtime.interop import capsule
 
 
 def raw(x):
@@ -371,7 +371,7 @@ def test_read_only_outputs_in_records_raise():
 @pytest.fixture
 def runtime(monkeypatch):
     """A stub of CUDA's runtime, for streams."""
-    driver = pytest.importorskip("fp8moe.kernels_cuda.driver")
+    driver = pytest.importorskip("fp8moe.kernels_cuda.runtime.driver")
 
     runtime = cuda_on_cpu.Runtime()
     runtime.pointerGetAttributes = lambda ptr: SimpleNamespace(type=2, device=0)

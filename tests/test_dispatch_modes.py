@@ -17,14 +17,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import RouterConfig
 from fp8moe.activation import Activation
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_library import OPERATORS
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router
-from fp8moe.plan import static_bound
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.library import OPERATORS
+from fp8moe.adapters.torch.router import Router
+from fp8moe.ops.plan import static_bound
 
 T, H, F, E, K = 40, 128, 100, 8, 2
 RECIPES = ["bf16", "fp8_blockwise", "fp8_flow"]
@@ -121,7 +122,7 @@ def test_selective_checkpointing_of_operations():
         y = torch_ops.unpermute(torch_ops.grouped_gemm(a, w2, plan.expert_offsets), plan)
         exact = torch_ops.plan_topk(ids, E, num_out_tokens="exact")  # has no operator, and works
         used = torch_ops.permute(x.detach(), exact).data.sum() * 0
-        return y + torch_ops.moe_experts(x, w13, w2, ids, probs) + aux_loss + used
+        return y + fp8moe.torch.moe_experts(x, w13, w2, ids, probs) + aux_loss + used
 
     inputs = x, w13, w2, router.weight
     wanted = gradients(step(x), *inputs)
@@ -176,7 +177,7 @@ def test_formats_of_quantised_weights():
     codes = torch_ops.quantize_weights(w13, fmt="e5m2"), torch_ops.quantize_weights(w2)
 
     def step(x):
-        return torch_ops.moe_experts(x, *codes, ids, probs)
+        return fp8moe.torch.moe_experts(x, *codes, ids, probs)
 
     wanted = gradients(step(x), x)
     with Seen() as seen:
@@ -207,7 +208,7 @@ def test_rows_of_a_saved_exchange_are_not_sent_again(group, monkeypatch, recipe,
     options = {"recipe": recipe, "comm": comm, "backend": None}
 
     def step(x):
-        return torch_ops.moe_experts(x, w13, w2, ids, probs, **options)
+        return fp8moe.torch.moe_experts(x, w13, w2, ids, probs, **options)
 
     wanted = gradients(step(x), x, w13, w2)
     at_most = len(sent)
@@ -236,7 +237,7 @@ def test_a_saved_description_is_data(group):
             return out
 
     with Kept():
-        torch_ops.moe_experts(x, w13, w2, ids, probs, comm=comm)
+        fp8moe.torch.moe_experts(x, w13, w2, ids, probs, comm=comm)
     _, (_, description, *saved) = arguments["experts_over_ranks"]
     described = json.loads(description.numpy().tobytes())
     assert [*described] == ["Saved"]
@@ -311,7 +312,7 @@ def test_flops_of_operations():
     assert flops(lambda: y.sum().backward()) == 2 * 2 * T * F * H
     b = torch.randn(H, F)
     assert flops(lambda: OPERATORS["add_product"].run(a, x, b)) == 2 * T * H * F
-    assert flops(lambda: torch_ops.moe_experts_permuted(x, *_weights(), _counts(), torch.rand(T))) == (
+    assert flops(lambda: fp8moe.torch.moe_experts_permuted(x, *_weights(), _counts(), torch.rand(T))) == (
         2 * T * 3 * F * H
     )
 
@@ -329,7 +330,7 @@ def test_every_operator_that_multiplies_has_a_formula():
     others += " plan_routing_map plan_topk quantize quantize_weights route route_backward unpad unpermute"
     others += " scaling_aware_transpose sort_chunks sort_chunks_backward swiglu swiglu_backward"
     others = {*others.split(), "swiglu_quantize", "swiglu_quantize_backward", "unpermute_backward"}
-    import fp8moe.adapters.transformer_engine  # noqa: F401  declares others
+    import fp8moe.adapters.transformer_engine.pytorch  # noqa: F401  declares others
 
     with_formula = {name for name, o in OPERATORS.items() if o.op.overloadpacket in flop_registry}
     assert {*OPERATORS} - with_formula - others == set()
@@ -346,9 +347,11 @@ def test_torchscript_traces_raise():
     doors = {
         "FP8FlowMoE": layer_of("fp8_flow"),
         "Router": Router(H, E, RouterConfig(K)),
-        "route": lambda x: torch_ops.route(x[:, :E], RouterConfig(K)).topk_probs,
-        "moe_experts": lambda x: torch_ops.moe_experts(x, w13, w2, ids, probs),
-        "moe_experts_permuted": lambda x: torch_ops.moe_experts_permuted(x, w13, w2, _counts(), probs[:, 0]),
+        "route": lambda x: fp8moe.torch.route(x[:, :E], RouterConfig(K)).topk_probs,
+        "moe_experts": lambda x: fp8moe.torch.moe_experts(x, w13, w2, ids, probs),
+        "moe_experts_permuted": lambda x: fp8moe.torch.moe_experts_permuted(
+            x, w13, w2, _counts(), probs[:, 0]
+        ),
         "x": lambda x: torch_ops.permute(x, plan).data,
         "h": torch_ops.swiglu,
     }

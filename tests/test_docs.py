@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import fp8moe
+from benchmarks import roofline, step, table
 from fp8moe import __main__ as command_line
-from fp8moe import expert_parallel
-from fp8moe.benchmarks import roofline, step, table
+from fp8moe import expert_parallel, info
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -47,13 +47,14 @@ def names_in(site):
 
 
 def public_names():
-    """Full paths of the public names as griffe resolves them: a function with its module's name is inside the
-    module."""
+    """Full paths of the public names, those of the doors too."""
     for package in (fp8moe, expert_parallel):
-        for name in package.__all__:
-            module = sys.modules.get(f"{package.__name__}.{name}")
-            shadowed = module is not None and getattr(package, name) is not module
-            yield f"{package.__name__}.{name}.{name}" if shadowed else f"{package.__name__}.{name}"
+        yield from (f"{package.__name__}.{name}" for name in package.__all__)
+    for door in info.DOORS:
+        path = ROOT / "fp8moe" / f"{door.replace('.', '/')}.py"
+        names = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.DOTALL | re.MULTILINE)
+        names = [name for name in ast.literal_eval(names[1]) if not name.isupper()]  # not a constant
+        yield from (f"fp8moe.{door}.{name}" for name in names)
 
 
 def test_every_public_name_is_in_the_reference(site):
@@ -62,38 +63,23 @@ def test_every_public_name_is_in_the_reference(site):
     assert "`fp8moe.__version__`" in (DOCS / "api/index.md").read_text()
 
 
-def test_public_names_of_adapters_are_in_the_reference(site):
-    documented, public = names_in(site), set()
-    for path in (ROOT / "adapters").glob("*.py"):
-        names = re.search(r"^__all__ = (\[.*?\])", path.read_text(), re.DOTALL | re.MULTILINE)
-        if f"fp8moe.adapters.{path.stem}" in documented and names:
-            public |= {f"fp8moe.adapters.{path.stem}.{name}" for name in ast.literal_eval(names[1])}
-    assert len(public) > 100
-    assert not public - documented
-
-
-def test_adapter_names_used_in_programs_are_in_the_reference(site):
-    """Names that the pages, the README and the examples import from an adapter are public."""
+def test_programs_import_public_names_only(site):
+    """The pages, the README and the examples import from `fp8moe` and its doors, and what they import is in
+    the reference."""
     sources = [code for page in PAGES for _, code in FENCE.findall(page.read_text())]
     sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     used = {
         f"{node.module}.{alias.name}"
         for source in sources
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8moe.adapters")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "fp8moe"
         for alias in node.names
-        if not alias.name.isupper()  # not a constant
     }
     assert len(used) > 10
-    assert not used - names_in(site)
-
-
-def test_every_adapter_is_documented_or_internal(site):
-    internal = {"docstrings", "jax_calls", "jax_ffi", "jax_tokens"}
-    internal |= {"torch_experts", "torch_grouped", "torch_halves", "torch_library", "torch_operation"}
-    matches = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
-    documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}
-    assert documented == matches - internal
+    modules = {"fp8moe.expert_parallel", "fp8moe.fsdp"} | {f"fp8moe.{door}" for door in info.DOORS}
+    commands = ("fp8moe.__main__", "fp8moe.demo", "fp8moe.info")  # which examples call
+    used = {name for name in used if not name.startswith(commands) and not name.rpartition(".")[2].isupper()}
+    assert used - names_in(site) - modules == set()
 
 
 def test_every_link_of_the_readme_is_a_file():
@@ -150,7 +136,7 @@ def test_every_results_file_has_a_table():
 
 
 def test_pictures_match_the_results():
-    """The pictures contain a digest of their rows; python -m fp8moe.benchmarks.table redraws them."""
+    """The pictures contain a digest of their rows; python -m benchmarks.table redraws them."""
     assert step.digest().encode() in step.PICTURE.read_bytes()
     assert roofline.digest("h200") in roofline.picture("h200").read_text()
 

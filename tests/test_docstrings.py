@@ -14,35 +14,15 @@ import numpy as np
 import pytest
 
 import fp8moe
-from fp8moe import expert_parallel
+from fp8moe import expert_parallel, info
 
 #: modules to test; those whose framework is not installed are skipped
-MODULES = [
-    "fp8moe",
-    "fp8moe.adapters.deep_ep",
-    "fp8moe.adapters.jax_expert_parallel",
-    "fp8moe.adapters.jax_ops",
-    "fp8moe.adapters.megatron",
-    "fp8moe.adapters.megatron_layer",
-    "fp8moe.adapters.torch_distributed",
-    "fp8moe.adapters.torch_fsdp",
-    "fp8moe.adapters.torch_functional",
-    "fp8moe.adapters.torch_moe",
-    "fp8moe.adapters.torch_ops",
-    "fp8moe.adapters.torch_router",
-    "fp8moe.adapters.torch_sharding",
-    "fp8moe.adapters.torch_stats",
-    "fp8moe.adapters.torch_symmetric_memory",
-    "fp8moe.adapters.torchtitan",
-    "fp8moe.adapters.transformer_engine",
-    "fp8moe.adapters.transformer_engine_jax",
-    "fp8moe.adapters.transformers",
-]
+MODULES = ["fp8moe", *(f"fp8moe.{door}" for door in info.DOORS)]
 SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
 ERRORS = {"TypeError", "ValueError", "RuntimeError", "NotImplementedError", "ImportError"}
 STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 #: modules of operations on arrays, which validate all arguments
-OPERATIONS = ("fp8moe", "fp8moe.adapters.torch_ops")
+OPERATIONS = ("fp8moe", "fp8moe.torch")
 
 
 def _public():

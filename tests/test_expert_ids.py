@@ -11,10 +11,11 @@ from cases import BF16, assert_same, generator
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import RouterConfig
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.recipes import RECIPES
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.layer.recipes import RECIPES
 
 RNG = generator()
 T, H, F, E, K = 6, 128, 128, 4, 2
@@ -38,7 +39,7 @@ def torch_function(recipe, dtype="float32", **options):
     x, w13, w2, probs = tensors(X, W13, W2, PROBS)
     x, w13, w2 = (t.to(getattr(torch, dtype)) for t in (x, w13, w2))
     return lambda ids: (
-        torch_ops.moe_experts(x, w13, w2, *tensors(ids), probs, recipe=recipe, **options).float().numpy()
+        fp8moe.torch.moe_experts(x, w13, w2, *tensors(ids), probs, recipe=recipe, **options).float().numpy()
     )
 
 
@@ -105,7 +106,7 @@ def test_with_the_check_ids_beyond_the_experts_raise(name):
 
 def test_the_check_before_rows_are_sent():
     """Also where another library sends them (an Engine): it would take such ids for no expert."""
-    from fp8moe.adapters.torch_distributed import ProcessGroup
+    from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 
     init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -120,16 +121,17 @@ def test_the_check_before_rows_are_sent():
 
 def test_the_check_in_jax():
     jax = pytest.importorskip("jax")
-    from fp8moe.adapters import jax_expert_parallel, jax_ops
+    from fp8moe.adapters.jax import expert_parallel as jax_expert_parallel
+    from fp8moe.adapters.jax import ops as jax_ops
 
     def layer(ids):
-        return jax_ops.moe_ffn(X, W13, W2, ids, PROBS, recipe="fp8_flow")
+        return jax_ops.moe_experts(X, W13, W2, ids, PROBS, recipe="fp8_flow")
 
     spec, mesh = jax.sharding.PartitionSpec("ep"), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("ep",))
 
     def sharded(ids):  # traced anew, since the check is part of the program
         def run(*arrays):
-            return jax_expert_parallel.moe_ffn(*arrays, axis_name="ep", recipe="bf16")
+            return jax_expert_parallel.moe_experts_over_axis(*arrays, axis_name="ep", recipe="bf16")
 
         run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(run)(X, W13, W2, ids, PROBS)

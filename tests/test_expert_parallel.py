@@ -18,13 +18,13 @@ import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Pending
 from fp8moe.expert_parallel.protocols import with_spare
-from fp8moe.record_trees import arrays_in
+from fp8moe.runtime.record_trees import arrays_in
 
 torch = pytest.importorskip("torch")
-deep_ep = pytest.importorskip("fp8moe.adapters.deep_ep")
-moe_experts = pytest.importorskip("fp8moe.adapters.torch_functional").moe_experts
-torch_distributed = pytest.importorskip("fp8moe.adapters.torch_distributed")
-torch_symmetric_memory = pytest.importorskip("fp8moe.adapters.torch_symmetric_memory")
+deep_ep = pytest.importorskip("fp8moe.adapters.torch.distributed.deep_ep")
+moe_experts = pytest.importorskip("fp8moe.adapters.torch.functional").moe_experts
+torch_distributed = pytest.importorskip("fp8moe.adapters.torch.distributed.process_group")
+torch_symmetric_memory = pytest.importorskip("fp8moe.adapters.torch.distributed.symmetric_memory")
 RANK = Path(__file__).with_name("expert_parallel_rank.py")
 
 
@@ -106,7 +106,7 @@ class Board(dict):
 def test_timeout_names_the_missing_rank(monkeypatch):
     """With NCCL: rank 0 waits for rank 1, which is alive, and for rank 2, which was alive at the fourth
     collective of another layer of the group, but is not at the fourth of this one."""
-    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+    module = pytest.importorskip("fp8moe.adapters.torch.distributed.lost_ranks")
     board, queries = Board(), []
 
     class Never:
@@ -154,7 +154,7 @@ def failed_exchange(watch):
 
 def test_lost_ranks_of_a_group_with_several_backends():
     """A group made without naming one, or as "cpu:gloo,cuda:nccl", exchanges CPU tensors by gloo too."""
-    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+    module = pytest.importorskip("fp8moe.adapters.torch.distributed.lost_ranks")
     module.dist.init_process_group(store=module.dist.HashStore(), rank=0, world_size=1)
     try:
         assert isinstance(failed_exchange(module.LostRankWatch(module.dist.group.WORLD)), module.RankLost)
@@ -171,7 +171,7 @@ def test_lost_ranks_of_a_group_with_several_backends():
 )
 def test_lost_store_is_that_of_rank_0_of_all_ranks(members, missing, words, monkeypatch):
     """Groups number their ranks anew, as of expert parallelism beside data parallelism."""
-    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
+    module = pytest.importorskip("fp8moe.adapters.torch.distributed.lost_ranks")
 
     class Group:
         pass
@@ -582,7 +582,7 @@ class ElasticBuffer:
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
 def test_layer_with_deep_ep(recipe):
     """The layer with the stub equals the layer without; fp8_flow sends rows in FP8."""
-    comm = deep_ep.Engine(ElasticBuffer())
+    comm = deep_ep.DeepEPEngine(ElasticBuffer())
     x, dy = torch.randn(2, 20, 128).bfloat16()
     ids, probs = torch.randint(-1, 4, (20, 2)), torch.rand(20, 2)  # 3 is no expert either
     w13, w2 = torch.randn(3, 256, 128), torch.randn(3, 128, 128)
@@ -610,7 +610,7 @@ def test_torch_layer_with_deep_ep(recipe):
     ids, probs = torch.randint(-1, 3, (20, 2)), torch.rand(20, 2)
     weights = torch.randn(3, 256, 128).bfloat16(), torch.randn(3, 128, 128).bfloat16()
     results = []
-    for comm in (deep_ep.Engine(ElasticBuffer()), None):
+    for comm in (deep_ep.DeepEPEngine(ElasticBuffer()), None):
         leaves = [t.clone().requires_grad_() for t in (x, *weights, probs)]
         y = moe_experts(*leaves[:3], ids, leaves[3], recipe=recipe, comm=comm)
         results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
@@ -623,15 +623,15 @@ def test_torch_layer_with_deep_ep(recipe):
 
 def test_other_deep_ep_buffers_raise():
     with pytest.raises(TypeError, match=r"buffer: got SimpleNamespace; wanted DeepEP V2's"):
-        deep_ep.Engine(types.SimpleNamespace(group="group"))
+        deep_ep.DeepEPEngine(types.SimpleNamespace(group="group"))
     buffer = ElasticBuffer()
     buffer.allow_multiple_reduction = False
     with pytest.raises(ValueError, match="allow_multiple_reduction=False"):
-        deep_ep.Engine(buffer)
+        deep_ep.DeepEPEngine(buffer)
 
 
 def test_attributes_of_transports_are_checked_or_fixed():
-    torch_distributed = pytest.importorskip("fp8moe.adapters.torch_distributed")
+    torch_distributed = pytest.importorskip("fp8moe.adapters.torch.distributed.process_group")
     dist = torch_distributed.dist
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -647,7 +647,7 @@ def test_attributes_of_transports_are_checked_or_fixed():
             with pytest.raises(error, match=words):
                 setattr(comm, name, value)
             assert getattr(comm, name) == before
-        for transport in (comm, deep_ep.Engine(ElasticBuffer())):
+        for transport in (comm, deep_ep.DeepEPEngine(ElasticBuffer())):
             for name in ("rank", "world_size", "group"):
                 with pytest.raises(AttributeError, match=name):
                     setattr(transport, name, 1)
@@ -657,6 +657,6 @@ def test_attributes_of_transports_are_checked_or_fixed():
 
 @pytest.mark.parametrize("norm_type", [0, -1.0, float("nan")])
 def test_orders_of_norms_that_do_not_add_up_over_meshes_raise(norm_type):
-    torch_sharding = pytest.importorskip("fp8moe.adapters.torch_sharding")
+    torch_sharding = pytest.importorskip("fp8moe.adapters.torch.sharding")
     with pytest.raises(ValueError, match="norm_type: got"):
         torch_sharding.clip_grad_norm_([], 1.0, norm_type)

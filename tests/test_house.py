@@ -18,7 +18,11 @@ from fp8moe import info
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
-PARTS = "fp8moe/expert_parallel", "fp8moe/reference", "fp8moe/selftest"
+DOORS = [ROOT / "fp8moe" / f"{name.replace('.', '/')}.py" for name in info.DOORS]
+PARTS = tuple(
+    f"fp8moe/{name}"
+    for name in ("bench", "demo", "expert_parallel", "layer", "ops", "reference", "runtime", "selftest")
+)
 ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 
 
@@ -44,7 +48,12 @@ def below(name, *prefixes):
 
 @pytest.mark.parametrize(
     "path",
-    [p for folder in ("fp8moe", *PARTS) for p in files(folder)],
+    [
+        p
+        for folder in ("fp8moe", *PARTS)
+        for p in files(folder)
+        if p not in DOORS and folder != "fp8moe/bench"
+    ],
     ids=lambda p: p.stem,
 )
 def test_library_imports_no_framework(path):
@@ -56,29 +65,33 @@ def test_library_imports_no_framework(path):
 def test_reference_imports_only_records(path):
     modules = {n for n in imports_of(path) if below(n, "fp8moe")}
     records = "fp8moe.activation", "fp8moe.records", "fp8moe.formats"
-    allowed = ("fp8moe.reference", "fp8moe.disk_cache", "fp8moe.workers", *records)
+    allowed = ("fp8moe.reference", "fp8moe.runtime.disk_cache", "fp8moe.runtime.workers", *records)
     assert all(below(n, *allowed) for n in modules), modules
 
 
-@pytest.mark.parametrize("path", files("kernels_cuda"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels_cuda").rglob("*.py")), ids=lambda p: p.stem)
 def test_kernels_import_only_records(path):
     modules = {n for n in imports_of(path) if below(n, "fp8moe")}
-    records = "fp8moe.activation", "fp8moe.records", "fp8moe.record_trees", "fp8moe.formats"
-    allowed = ("fp8moe.kernels_cuda", "fp8moe.disk_cache", "fp8moe.workers", *records)
+    records = "fp8moe.activation", "fp8moe.records", "fp8moe.runtime.record_trees", "fp8moe.formats"
+    allowed = ("fp8moe.kernels_cuda", "fp8moe.runtime.disk_cache", "fp8moe.runtime.workers", *records)
     assert all(below(n, *allowed) for n in modules), modules
 
 
 def test_layers_of_the_launch_code_are_separate():
     """The driver does not import the library, encodings do not import CUDA; only launch.py imports both."""
-    imports = {name: imports_of(ROOT / "kernels_cuda" / f"{name}.py") for name in ("driver", "encodings")}
+    imports = {
+        name: imports_of(ROOT / "kernels_cuda/runtime" / f"{name}.py") for name in ("driver", "encodings")
+    }
     assert not any(below(n, "fp8moe") for n in imports["driver"])
     assert not any(below(n, "cupy", "fp8moe.kernels_cuda") for n in imports["encodings"])
 
 
-@pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/expert_parallel"), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [p for folder in ("fp8moe", *PARTS) for p in files(folder) if p not in DOORS],
+    ids=lambda p: p.stem,
+)
 def test_library_does_not_import_adapters(path):
-    if path.stem in ("__main__", "info"):
-        pytest.skip("the command line reports on the adapters")
     assert not any(below(n, "fp8moe.adapters") for n in imports_of(path))
 
 
@@ -134,18 +147,20 @@ def test_every_package_is_in_the_wheel():
     """All folders with Python files are in ``packages`` of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = settings["tool"]["setuptools"]["packages"]
-    packages = {f"fp8moe.{path.parent.name}" for path in (ROOT / "fp8moe").glob("*/__init__.py")}
-    assert set(listed) == packages | {"fp8moe"}
+    folders = [ROOT / "fp8moe", ROOT / "adapters", ROOT / "kernels_cuda"]
+    packages = {p.parent.relative_to(ROOT) for folder in folders for p in folder.rglob("__init__.py")}
+    names = {".".join(package.parts) for package in packages}
+    assert set(listed) == {name if name.startswith("fp8moe") else f"fp8moe.{name}" for name in names}
 
 
 def test_every_topic_has_its_modules():
     for room in ROOMS:
-        assert (ROOT / "fp8moe" / f"{room}.py").exists()
+        assert (ROOT / "fp8moe/ops" / f"{room}.py").exists()
         assert (ROOT / "fp8moe/reference" / f"{room}.py").exists()
         assert (ROOT / "tests" / f"test_{room}.py").exists()
 
 
-@pytest.mark.parametrize("link", ["kernels_cuda", "adapters", "benchmarks"])
+@pytest.mark.parametrize("link", ["kernels_cuda", "adapters"])
 def test_the_links_are_relative(link):
     path = ROOT / "fp8moe" / link
     assert path.is_symlink()
@@ -154,17 +169,35 @@ def test_the_links_are_relative(link):
     assert Path(module.__file__).resolve().parent == ROOT / link
 
 
-@pytest.mark.parametrize("folder", ["fp8moe", "fp8moe/demo", *PARTS, "adapters", "examples"])
-def test_benchmarks_are_imported_by_their_command_only(folder):
-    for path in files(folder):
-        if path.name != "__main__.py":  # ``python -m fp8moe bench``
-            assert not any(below(name, "fp8moe.benchmarks") for name in imports_of(path)), path
+@pytest.mark.parametrize("folder", ["fp8moe", *PARTS, "adapters", "examples"])
+def test_nothing_imports_the_repositorys_benchmarks(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not any(below(name, "benchmarks") for name in imports_of(path)), path
 
 
-def test_every_adapter_is_reported():
-    from fp8moe.info import ADAPTERS
+def test_every_door_is_reported():
+    doors = {
+        p
+        for p in files("fp8moe") + files("fp8moe/transformer_engine")
+        if "from fp8moe.adapters" in p.read_text()
+    }
+    assert doors == {*DOORS}
 
-    assert set(ADAPTERS) == {p.stem for p in files("adapters")} - {"__init__"}
+
+def test_doors_have_the_names_of_their_adapters():
+    """A door hands on every public name of the modules that it imports, and nothing else."""
+    for door in DOORS:
+        modules = [
+            node.module for node in ast.parse(door.read_text()).body if isinstance(node, ast.ImportFrom)
+        ]
+        paths = [ROOT / f"{module.removeprefix('fp8moe.').replace('.', '/')}.py" for module in modules]
+        assert public_names(door) == sorted(name for path in paths for name in public_names(path)), door
+
+
+def public_names(path):
+    assignments = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
+    (names,) = (ast.literal_eval(a.value) for a in assignments if a.targets[0].id == "__all__")
+    return names
 
 
 def test_every_kernel_waits_for_the_previous_launch():
@@ -176,7 +209,7 @@ def test_every_kernel_waits_for_the_previous_launch():
         "quantize_tiles": "  if (!taken) pdl_wait();",
         "swiglu_quantize_tiles": "  if (!taken) pdl_wait();",
     }
-    sources = [path.read_text() for path in files("kernels_cuda", "*.cu")]
+    sources = [path.read_text() for path in (ROOT / "kernels_cuda").rglob("*.cu")]
     kernels = [match for source in sources for match in kernel.findall(source)]
     assert len(kernels) == sum(source.count('extern "C"') for source in sources) > 30
     for name, first in kernels:
@@ -199,19 +232,18 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 for name in sys.argv[1:]:
     try:
-        importlib.import_module("fp8moe.adapters." + name)
+        importlib.import_module("fp8moe." + name)
     except ImportError as error:
         print(name, error)
 """
 
 
-def test_adapters_without_their_framework_say_what_to_install():
-    public = [p.stem for p in files("adapters") if "\n__all__ = " in p.read_text() and p.stem != "cupy_nccl"]
-    command = [sys.executable, "-c", WITHOUT_FRAMEWORKS, *public]
+def test_doors_without_their_framework_say_what_to_install():
+    doors = [name for name in info.DOORS if name != "cupy"]
+    command = [sys.executable, "-c", WITHOUT_FRAMEWORKS, *doors]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert [line.split()[0] for line in lines] == public
+    assert [line.split()[0] for line in lines] == doors
     assert [line for line in lines if "pip install '" not in line] == []
-    assert {"torch_ops", "torch_moe", "transformers", "jax_ops"} <= {*public}
 
 
 needs_git = pytest.mark.skipif(
@@ -227,9 +259,8 @@ def test_imports_have_no_circles():
     assert {*tree.modules} >= {"fp8moe", "fp8moe.adapters", "fp8moe.kernels_cuda", "fp8moe.reference"}
     figures = measure_tree.circles(tree)
     assert figures.rows["at import"]["circles"] == 0, figures.places
-    assert figures.rows["with functions"]["modules in them"] <= 26, figures.places
-    allowed = {f"fp8moe.{name}" for name in ("grouped_gemm", "permute", "quantize", "swiglu")}
-    assert {*measure_tree.shadowed(tree).places} <= allowed
+    assert figures.rows["with functions"]["modules in them"] <= 20, figures.places
+    assert measure_tree.shadowed(tree).places == []
 
 
 SMALL_TREE = {

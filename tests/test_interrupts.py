@@ -15,12 +15,12 @@ from cases import BF16, generator
 from interrupts import at_moments
 
 import fp8moe
-from fp8moe import call, counters, scopes
-from fp8moe.adapters.torch_functional import quantize_fp8_weights
-from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
-from fp8moe.grouped_gemm import _default
-from fp8moe.quantize import times_overwritten
-from fp8moe.workers import Workers
+from fp8moe.adapters.torch.functional import quantize_fp8_weights
+from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
+from fp8moe.ops.grouped_gemm import _default
+from fp8moe.ops.quantize import times_overwritten
+from fp8moe.runtime import call, counters, scopes
+from fp8moe.runtime.workers import Workers
 
 RNG = generator()
 

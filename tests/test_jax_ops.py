@@ -36,8 +36,9 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
-from fp8moe.adapters import jax_calls, jax_ffi
-from fp8moe.record_trees import map_arrays
+from fp8moe.adapters.jax import calls as jax_calls
+from fp8moe.adapters.jax import ffi as jax_ffi
+from fp8moe.runtime.record_trees import map_arrays
 
 
 def to_jax(value):
@@ -78,7 +79,7 @@ def test_the_layers_gradients(recipe, recompute):
     dy = RNG.standard_normal((T, H)).astype(BF16)
 
     def loss(x, w13, w2, probs):
-        y = jax_ops.moe_ffn(
+        y = jax_ops.moe_experts(
             x,
             w13,
             w2,
@@ -107,7 +108,11 @@ def test_jitted_step_uses_the_current_weights():
 
     def step(w13, w2, x, probs):
         def loss(w13, w2):
-            return jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(jnp.float32).sum()
+            return (
+                jax_ops.moe_experts(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow")
+                .astype(jnp.float32)
+                .sum()
+            )
 
         value, grads = jax.value_and_grad(loss, argnums=(0, 1))(w13, w2)
         return value, w13 - 10 * grads[0], w2 - 10 * grads[1]
@@ -132,7 +137,7 @@ def test_quantised_weights_have_no_gradient():
 
     def loss(x, w13, w2):
         return (
-            jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, to_jax(PROBS), recipe="fp8_flow")
+            jax_ops.moe_experts(x, w13, w2, IDS_ON_JAX, to_jax(PROBS), recipe="fp8_flow")
             .astype(jnp.float32)
             .sum()
         )
@@ -184,7 +189,7 @@ def test_transformations():
     x, probs = to_jax(X), to_jax(PROBS)
 
     def layer(x, _=None):
-        return jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(x.dtype), None
+        return jax_ops.moe_experts(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(x.dtype), None
 
     def stacked(x):
         return jax.lax.scan(layer, x, None, length=2)[0].astype(jnp.float32).sum()
@@ -288,7 +293,7 @@ def test_array_to_add_to_that_is_also_an_input(jit):
 def test_options_of_the_layer(options, error, message):
     w13, w2 = weights(BF16)
     with pytest.raises(error, match=message):
-        jax_ops.moe_ffn(X, w13, w2, IDS, PROBS, recipe="fp8_flow", **options)
+        jax_ops.moe_experts(X, w13, w2, IDS, PROBS, recipe="fp8_flow", **options)
 
 
 def test_numpy_arrays_of_64_bits_in_a_program():
@@ -566,11 +571,11 @@ def test_expert_parallel_on_gpus(devices):
 
 
 def test_import_without_jax_names_the_fix():
-    code = "import sys; sys.modules['jax'] = None\nimport fp8moe.adapters.jax_ops"
+    code = "import sys; sys.modules['jax'] = None\nimport fp8moe.adapters.jax.ops"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'jax>=0.10'" in process.stderr
     version = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 1), '0.9.1'"
-    old = version + "\nimport fp8moe.adapters.jax_ops"
+    old = version + "\nimport fp8moe.adapters.jax.ops"
     process = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
     assert "needs jax 0.10 or later (this is jax 0.9.1)" in process.stderr
 
@@ -591,7 +596,7 @@ def plain_dispatch(x, mask, probs, align, rows):
 @pytest.mark.parametrize("align", [None, 8])
 @pytest.mark.parametrize("jit", [False, True])
 def test_transformer_engines_names(align, jit):
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     mask = RNG.random((2, T // 2, E)) < 0.4
     x, probs = X.astype(np.float32).reshape(2, T // 2, H), RNG.random((2, T // 2, E)).astype(np.float32)
@@ -636,7 +641,7 @@ def test_transformer_engines_names(align, jit):
 def test_rows_of_probability_zero(jit, align, dtype):
     """As in Transformer Engine a row whose probability is 0 becomes zeros, by which callers drop tokens from
     a routing of fixed width; its gradient still reaches its token."""
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     mask = np.zeros((T, E), bool)
     np.put_along_axis(mask, np.argsort(RNG.random((T, E)), axis=1)[:, :2], True, axis=1)
@@ -659,7 +664,7 @@ def test_rows_of_probability_zero(jit, align, dtype):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_transformer_engines_chunk_sort(jit):
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     run = jax.jit(te.sort_chunks_by_index) if jit else te.sort_chunks_by_index
     out, row_map = run(*map(jnp.asarray, (X, SIZES, ORDER)))
@@ -671,7 +676,7 @@ def test_transformer_engines_chunk_sort(jit):
 
 def test_nan_reaches_its_token():
     """NaN in a token's row reaches the token's sum; NaN in padding reaches no sum."""
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     mask = jnp.asarray(np.eye(4, dtype=np.int32))
     x = jnp.ones((4, 8))
@@ -684,7 +689,7 @@ def test_nan_reaches_its_token():
 
 
 def test_dispatch_without_a_count_raises():
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     with pytest.raises(ValueError, match="num_out_tokens: got -1"):
         te.token_dispatch(jnp.ones((4, 8)), jnp.ones((4, 2)), -1)
@@ -695,7 +700,7 @@ def test_dispatch_without_a_count_raises():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_rows_after_the_chunks_are_unchanged(jit):
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     sizes, order = np.array([3, 0, 4, 2], np.int32), np.array([2, 3, 1, 0], np.int32)
     x = RNG.standard_normal((12, 8)).astype(np.float32)
@@ -718,7 +723,7 @@ def test_rows_after_the_chunks_are_unchanged(jit):
 @pytest.mark.parametrize("first", [None, 2])
 def test_dispatch_by_sorting(align, first):
     """Compared with loops; gradients with those of the same sums over rows selected one by one."""
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     experts, k, hidden, batch = 5, 2, 8, (2, 7)
     mask = np.zeros((14, experts), bool)
@@ -768,7 +773,7 @@ def test_dispatch_by_sorting(align, first):
 
 def test_numpy_arguments_of_transformer_engines_functions():
     """The original's functions take NumPy's arrays, and sums of a mask for num_out_tokens."""
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     x, ids = (
         RNG.standard_normal((T, H)).astype(np.float32),
@@ -785,7 +790,7 @@ def test_numpy_arguments_of_transformer_engines_functions():
 
 def test_parameters_of_a_ragged_all_to_all():
     """Every row is sent to its expert's shard, sorted by expert there, and sent back."""
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     shards, local = 3, 2
     table = RNG.integers(0, 4, (shards, shards * local)).astype(np.int32)
@@ -833,7 +838,7 @@ def test_parameters_of_a_ragged_all_to_all():
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32])
 def test_entries_by_ids_of_any_integers(dtype):
     """Differences of ids, and the number of experts, need not be representable in their dtype."""
-    from fp8moe.adapters import transformer_engine_jax as te
+    from fp8moe.adapters.transformer_engine.pytorch import jax as te
 
     ids, x = np.array([[0], [5], [2], [3]]), jnp.arange(4.0)[:, None]
     for align in (0, 4):

@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
-from fp8moe.adapters import jax_stats  # noqa: E402
+from fp8moe.adapters.jax import stats as jax_stats  # noqa: E402
 
 RNG = generator()
 T, H, E, K = 24, 200, 6, 2
@@ -25,7 +25,7 @@ def test_stats_of_a_layer(jitted):
 
     def run(x, ids):
         def loss(x):
-            stats = jax_stats.of_layer(x, ids, E, devices=devices, capacity=capacity)
+            stats = jax_stats.layer_stats(x, ids, E, devices=devices, capacity=capacity)
             return x[0, 0, 0], stats
 
         return jax.grad(loss, has_aux=True)(x)  # beside a differentiated layer
@@ -44,7 +44,7 @@ def test_stats_of_a_layer(jitted):
     sent = [{i // (E // devices) for i in row if 0 <= i < E} for row in ids.reshape(T, K).tolist()]
     to_each = [sum(device in to for to in sent) for device in range(devices)]
     assert int(stats.overflow) == sum(max(n - capacity, 0) for n in to_each) > 0
-    assert int(jax_stats.of_layer(x.astype(np.float32), ids, E).overflow) == 0
+    assert int(jax_stats.layer_stats(x.astype(np.float32), ids, E).overflow) == 0
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_stats_of_a_layer(jitted):
 def test_refused_arguments(change, error, message):
     arguments = {"x": np.ones((3, H), np.float32), "topk_ids": np.ones((3, K), np.int32), "num_experts": E}
     with pytest.raises(error, match=message):
-        jax_stats.of_layer(**arguments | change)
+        jax_stats.layer_stats(**arguments | change)

@@ -48,14 +48,16 @@ from cases import (
 )
 
 import fp8moe
-from fp8moe import Activation, dispatch, expert_parallel, row_maps, selftest
-from fp8moe.launch_plan import LaunchPlan
-from fp8moe.record_trees import arrays_in, map_arrays
-from fp8moe.router import add_product
+from fp8moe import Activation, expert_parallel, selftest
+from fp8moe.ops import row_maps
+from fp8moe.ops.router import add_product
+from fp8moe.runtime import dispatch
+from fp8moe.runtime.launch_plan import LaunchPlan
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 pytest.importorskip("cupy")
 grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
-cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
+cublas = pytest.importorskip("fp8moe.kernels_cuda.gemm.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = generator()
 # without a gate the kernels are compiled again: the run's seed selects one of those that differ by that only
@@ -338,7 +340,7 @@ def test_transpose(fmt, width):
 @pytest.mark.parametrize("layout", ["compact", "blocked_128x4"])
 def test_transpose_of_scales_at_any_address(monkeypatch, skip, layout):
     """The fast kernel loads four MXFP8 scales at once, which must not be misaligned."""
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda.runtime import launch
 
     cuda_on_cpu.install(monkeypatch)
     launched, load = [], launch.load_kernel
@@ -494,7 +496,7 @@ def test_mxfp8_of_products_beyond_float32():
 
 
 def test_swiglu_uses_vector_accesses_where_aligned(monkeypatch):
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda.runtime import launch
 
     cuda_on_cpu.install(monkeypatch)
     launched, load = [], launch.load_kernel
@@ -536,7 +538,7 @@ def test_tiles_are_scheduled_dynamically(monkeypatch, counts):
 def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
     """Float32 SwiGLU tiles need 144 KB of shared memory; on devices with less, the plain kernel gives the
     same results."""
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda.runtime import launch
 
     h, q = values(RNG, (40, 256), np.float32), fp8moe.quantize(values(RNG, (40, 128), BF16))
     expected = (
@@ -572,7 +574,7 @@ def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
     ],
 )
 def test_weights_without_padding_use_the_faster_kernel(monkeypatch, shapes, options, kernel):
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda.runtime import launch
 
     arrays = [values(RNG, (3, *shape), BF16, awkward=True) for shape in shapes]
 
@@ -642,7 +644,7 @@ def test_cuda_selftest_of_products_detects_a_wrong_backend(monkeypatch, wrong):
 def test_wgrad_where_some_experts_begin_at_no_multiple_of_16(monkeypatch):
     """A block computes tiles loaded by TMA after tiles loaded without: the loading warp must not run
     ahead."""
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     x, _, dy, offsets = random_operands([8, 888] * 3, 24, 40, ("e4m3", "e4m3"))
     transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
@@ -876,7 +878,7 @@ def test_products_of_scales_far_apart(monkeypatch, architecture):
     ],
 )
 def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
-    from fp8moe.kernels_cuda import grouped_gemm_wgmma16
+    from fp8moe.kernels_cuda.gemm import grouped_gemm_wgmma16
 
     cuda_on_cpu.install(monkeypatch)
     if stages:
@@ -888,7 +890,7 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
 def test_products_with_an_sm_limit(monkeypatch):
     """Bitwise equal for any assignment of tiles; only kernels that distribute tiles dynamically support a
     limit."""
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 6)
@@ -906,7 +908,7 @@ def test_products_with_an_sm_limit(monkeypatch):
 
 def of_grouped_products(monkeypatch):
     """Records the number of blocks of every grouped product launched from now on."""
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda.runtime import launch
 
     run, blocks = launch.launch_with_tensor_maps, []
 
@@ -923,7 +925,7 @@ def of_grouped_products(monkeypatch):
 def test_layer_with_an_sm_limit(monkeypatch, recipe):
     """Every product of both passes respects the limit, also with launch plans, and results are bitwise
     equal."""
-    from fp8moe.kernels_cuda import driver
+    from fp8moe.kernels_cuda.runtime import driver
 
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 6)

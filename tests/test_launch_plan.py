@@ -16,12 +16,12 @@ import torch
 from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
-from fp8moe import dispatch, interop
-from fp8moe.adapters import torch_ops
-from fp8moe.benchmarks.calls import Counter
-from fp8moe.quantize import times_overwritten
-from fp8moe.record_trees import arrays_in, map_arrays
+from benchmarks.calls import Counter
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.ops.quantize import times_overwritten
 from fp8moe.records import DeviceArray
+from fp8moe.runtime import dispatch, interop
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 RNG = generator()
 A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_size=4)
@@ -405,7 +405,7 @@ def test_threads_share_launch_plans(monkeypatch):
     inputs = [values(RNG, (rows, 128), np.float32) for rows in range(1, 9)]
     wanted = [fp8moe.quantize(x) for x in inputs]
     cuda_on_cpu.install(monkeypatch)
-    launch = importlib.import_module("fp8moe.kernels_cuda.launch")
+    launch = importlib.import_module("fp8moe.kernels_cuda.runtime.launch")
     launch_packed, running = launch.launch_packed, threading.Lock()
 
     def one_at_a_time(*arguments):  # kernels on the CPU use global variables
@@ -449,7 +449,7 @@ def test_tile_counters_of_a_launch_plan_are_zeroed_before_its_first_launch(monke
     cuda_on_cpu.install(monkeypatch)
     given = [cuda_on_cpu.upload(a) for a in (x, w, offsets)]
     expected = cuda_on_cpu.download(three_products(*given))  # each with a plan of its own
-    launch = importlib.import_module("fp8moe.kernels_cuda.launch")
+    launch = importlib.import_module("fp8moe.kernels_cuda.runtime.launch")
     monkeypatch.setattr(launch, "COUNTERS", 2)
     events, counters = [], []
 

@@ -18,7 +18,7 @@ from cases import BF16, assert_same, generator, offsets_of, same_bits, values
 
 import fp8moe
 from fp8moe.formats import swapped
-from fp8moe.record_trees import map_arrays
+from fp8moe.runtime.record_trees import map_arrays
 
 torch = pytest.importorskip("torch")
 torch_descriptions = pytest.importorskip("torch_descriptions")
@@ -104,7 +104,7 @@ def test_experts_begin_new_tiles(block, sizes, rest):
     used = sum(sizes) if block == ROW else sum(-(-s // 32) for s in sizes)
     assert same_bits(back.scales[:used], q.scales[:used])
     assert not back.scales[used:].any()
-    fp8moe.checks.quant_tensor("back", back, (block,))
+    fp8moe.runtime.checks.quant_tensor("back", back, (block,))
 
 
 def test_aligned_experts_need_no_offsets_row_wise():

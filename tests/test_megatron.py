@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import erf_gelu, openai_gelu
 
-megatron = pytest.importorskip("fp8moe.adapters.megatron")
+megatron = pytest.importorskip("fp8moe.adapters.megatron.permutation")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 T, H, E = 30, 24, 5
 PADS = "align_size" in inspect.signature(moe_utils.permute).parameters
@@ -289,7 +289,7 @@ torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_metho
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch.layer import FP8FlowMoE
 parallel_state.initialize_model_parallel()
 
 def layer():
@@ -525,7 +525,7 @@ def test_unsupported_options_raise_in_the_constructor(name, options, sizes):
 
 def test_parts_of_experts_are_next_to_each_other(monkeypatch):
     """In the group of expert and expert tensor parallelism together, whose ranks number the parts."""
-    layer = importlib.import_module("fp8moe.adapters.megatron_layer")
+    layer = importlib.import_module("fp8moe.adapters.megatron.layer")
     own = groups(ep=2, expt_tp=2, tp_ep=4)
     ranks = {id(own.ep): [4, 6], id(own.tp_ep): [4, 5, 6, 7]}
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: ranks[id(group)])
@@ -545,7 +545,7 @@ def test_the_guide_lists_what_is_refused():
         for form, (names, verdict) in enumerate((settings, f) for f in forms):
             if "refused" in (forms[0] if verdict.strip() == "the same" else verdict):
                 refused[form] |= set(re.findall(r"`(\w+)", names))
-    layer = importlib.import_module("fp8moe.adapters.megatron_layer")
+    layer = importlib.import_module("fp8moe.adapters.megatron.layer")
     modules = {"offload_modules", "expert_fc1", "moe_act", "fused_group_mlp"}
     of_both = {*layer.REFUSED, *layer.REFUSED_IN_FP8, *modules}
     assert refused == [of_both | set(layer.REFUSED_BY_LAYER), of_both | {"first_last_layers_bf16"}]

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from oracles import torch_swiglu
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, dispatch
+from fp8moe import Quantized, QuantTensor
 from fp8moe.activation import SWIGLU
-from fp8moe.interop import NUMPY
-from fp8moe.launch_plan import DryRun
-from fp8moe.record_trees import arrays_in
 from fp8moe.records import ArraySpec
+from fp8moe.runtime import dispatch
+from fp8moe.runtime.interop import NUMPY
+from fp8moe.runtime.launch_plan import DryRun
+from fp8moe.runtime.record_trees import arrays_in
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):
@@ -92,7 +93,7 @@ def test_recompute_is_bitwise_equal_and_saves_memory(recipe):
     assert small.nbytes < saved.nbytes
 
 
-@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.layer.recipes.RECIPES)
 def test_gradients_in_bfloat16_are_those_in_float32_rounded_once(recipe):
     inputs, dy = layer_inputs(8)
     wide, saved = run(inputs, dy, recipe)
@@ -157,12 +158,12 @@ OF_INPUTS = {
 OF_WEIGHTS = {"permute_transpose", "scaling_aware_transpose", "dequantize", "quantize", "grouped_gemm_wgrad"}
 SUBSETS = [
     names
-    for count in range(1, len(fp8moe.recipes.GRADIENTS) + 1)
-    for names in itertools.combinations(fp8moe.recipes.GRADIENTS, count)
+    for count in range(1, len(fp8moe.layer.recipes.GRADIENTS) + 1)
+    for names in itertools.combinations(fp8moe.layer.recipes.GRADIENTS, count)
 ]
 
 
-@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.layer.recipes.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
     """The same bits, launches and casts for any set of gradients; each half launches only its own
@@ -200,7 +201,7 @@ def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
         )
 
 
-@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.layer.recipes.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_frozen_weights_need_no_transpose(recipe, recompute):
     """Frozen weights, as with LoRA: forward and backward launch no wgrad and no transpose, and save less
@@ -222,7 +223,7 @@ def test_frozen_weights_need_no_transpose(recipe, recompute):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-@pytest.mark.parametrize("recipe", fp8moe.recipes.RECIPES)
+@pytest.mark.parametrize("recipe", fp8moe.layer.recipes.RECIPES)
 def test_memory_between_the_halves_of_the_backward(recipe, recompute):
     """The exact number of bytes of `SavedForWeights`; no weights and no h are kept."""
     tokens, hidden, ffn = 96, 256, 128
@@ -597,7 +598,7 @@ def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     # as if the arrays were on CUDA, where a backend can be selected
     choices = importlib.import_module("fp8moe.grouped_gemm")
     monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
-    layer = importlib.import_module("fp8moe.layer_checks")
+    layer = importlib.import_module("fp8moe.layer.checks")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)
     options = {"recipe": recipe, "recompute": recompute}

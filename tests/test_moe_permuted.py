@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from oracles import torch_swiglu
 
 import fp8moe
-from fp8moe import Activation, dispatch
+from fp8moe import Activation
 from fp8moe.activation import SWIGLU
-from fp8moe.adapters.torch_functional import moe_experts, moe_experts_permuted, quantize_fp8_weights
-from fp8moe.permuted_rows import place_rows, unpad_rows
-from fp8moe.recipes import RECIPES
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted, quantize_fp8_weights
+from fp8moe.layer.permuted_rows import place_rows, unpad_rows
+from fp8moe.layer.recipes import RECIPES
 from fp8moe.records import ArraySpec
-from fp8moe.workspace import Layout
+from fp8moe.runtime import dispatch
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.workspace import Layout
 
 RNG = generator()
 

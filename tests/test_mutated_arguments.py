@@ -13,13 +13,14 @@ from calls import CALLS, IDS, E
 from cases import SEED
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import RouterConfig
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_functional import quantize_fp8_weights
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router
-from fp8moe.record_trees import map_arrays
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.functional import quantize_fp8_weights
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.router import Router
 from fp8moe.records import Record
+from fp8moe.runtime.record_trees import map_arrays
 
 #: of another kind than any argument has
 OTHERS = {
@@ -65,8 +66,8 @@ def doors():
     counts = {"tokens_per_expert": torch.tensor([2, 0, 4]), "probs": torch.rand(6)}
     for recipe in ("fp8_flow", "fp8_blockwise", "bf16"):
         given = x | weights | biases | {"recipe": recipe}
-        yield f"moe_experts, {recipe}", torch_ops.moe_experts, given | ids
-        yield f"moe_experts_permuted, {recipe}", torch_ops.moe_experts_permuted, given | counts
+        yield f"moe_experts, {recipe}", fp8moe.torch.moe_experts, given | ids
+        yield f"moe_experts_permuted, {recipe}", fp8moe.torch.moe_experts_permuted, given | counts
     yield "quantize_fp8_weights", quantize_fp8_weights, weights
     layer = FP8FlowMoE(128, 128, E, 2)
     yield "FP8FlowMoE.forward", layer.forward, x | ids

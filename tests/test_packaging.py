@@ -18,12 +18,12 @@ import pytest
 from packaging.requirements import Requirement
 
 import fp8moe
-from fp8moe.benchmarks import table
+from benchmarks import table
 
 ROOT = Path(__file__).parents[1]
-LINKS = ("adapters", "benchmarks", "kernels_cuda")
+LINKS = ("adapters", "kernels_cuda")
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile")
-FOLDERS = ("fp8moe", "tests", "docs", "examples", *LINKS)
+FOLDERS = ("fp8moe", "tests", "docs", "examples", "benchmarks", *LINKS)
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -199,13 +199,13 @@ def requirements(extra):
 
 
 def test_extras_install_what_their_adapters_import():
-    from fp8moe.info import ADAPTERS
+    from fp8moe.info import DOORS
 
     distribution = {"megatron": "megatron-core", "cupy": "cupy-cuda13x"}
-    for adapter, (module, fix) in ADAPTERS.items():
+    for door, (module, fix) in DOORS.items():
         if named := re.search(r"fp8moe\[(\w+)\]", fix):
             wanted = distribution.get(module, module)
-            assert wanted in {r.name for r in requirements(named.group(1))}, adapter
+            assert wanted in {r.name for r in requirements(named.group(1))}, door
 
 
 def test_installed_versions_satisfy_the_extras():
@@ -222,13 +222,13 @@ def test_installed_versions_satisfy_the_extras():
 @pytest.mark.parametrize(
     ("adapter", "package", "stand_ins"),
     [
-        ("torch_library", "torch", {"torch": SimpleNamespace(__version__="2.9.1", Tensor=None)}),
+        ("torch/library", "torch", {"torch": SimpleNamespace(__version__="2.9.1", Tensor=None)}),
         ("transformers", "transformers", {"transformers.distributed.expert_parallel": None}),
     ],
 )
 def test_older_versions_are_refused_with_the_bound(adapter, package, stand_ins, monkeypatch):
     pytest.importorskip(package)
-    importlib.import_module(f"fp8moe.adapters.{adapter}")
+    importlib.import_module(f"fp8moe.adapters.{adapter.replace('/', '.')}")
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
     (bound,) = (r.specifier for r in requirements(package) if r.name == package)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
-from fp8moe.permute import rows_spec
-from fp8moe.record_trees import map_arrays
+from fp8moe.ops.permute import rows_spec
 from fp8moe.records import ArraySpec, QuantTensor
+from fp8moe.runtime.record_trees import map_arrays
 
 reference = importlib.import_module("fp8moe.reference.permute")
 

@@ -155,7 +155,7 @@ def test_sizes_of_a_plan_may_be_numpy_integers():
 
 
 def test_too_many_rows_for_an_int32_map_raise():
-    from fp8moe.plan import plan_spec
+    from fp8moe.ops.plan import plan_spec
 
     with pytest.raises(ValueError, match="the range of int32 offsets"):
         plan_spec(2**20, 256, 2**12, 1, None, has_slots=True)

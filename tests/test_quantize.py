@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from oracles import at_boundaries, blocks_of, e8m0, quantized, quantized_scale, stored
 
 import fp8moe
-from fp8moe.record_trees import arrays_in
+from fp8moe.runtime.record_trees import arrays_in
 
 reference = importlib.import_module("fp8moe.reference.quantize")
 

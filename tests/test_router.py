@@ -26,10 +26,10 @@ from router_checks import (
 )
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import RouterConfig
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.router import Router
 from fp8moe.reference import router as reference
 
 RNG = generator()
@@ -368,7 +368,7 @@ def test_the_torch_function_has_the_librarys_gradients(compiled, mask):
     given = options | {"padding_mask": None if mask is None else torch.tensor(mask)}
 
     def loss(x, bias):
-        actual = torch_ops.route(x, config, expert_bias=bias, **given)
+        actual = fp8moe.torch.route(x, config, expert_bias=bias, **given)
         weights = torch.arange(48.0).reshape(12, 4)
         return (actual.topk_probs * weights).sum() + 3 * actual.aux_loss.sum() + 5 * actual.z_loss.sum()
 
@@ -390,7 +390,7 @@ def test_the_torch_function_has_the_librarys_gradients(compiled, mask):
 
 def test_the_torch_function_takes_tensors():
     with pytest.raises(TypeError, match="logits: got ndarray; wanted a tensor"):
-        torch_ops.route(np.ones((3, 4), np.float32), RouterConfig(2))
+        fp8moe.torch.route(np.ones((3, 4), np.float32), RouterConfig(2))
 
 
 def test_a_router_module_balances_by_its_bias():
@@ -412,7 +412,7 @@ def test_a_router_module_balances_by_its_bias():
 @pytest.mark.parametrize(("jitted", "padded"), [(False, False), (True, False), (True, True)])
 def test_the_jax_function_has_the_librarys_gradients(jitted, padded):
     jax = pytest.importorskip("jax")
-    from fp8moe.adapters import jax_ops
+    from fp8moe.adapters.jax import ops as jax_ops
 
     logits, bias = random_logits(RNG, 12, 16, True)
     config = RouterConfig(4, "sigmoid", num_groups=4, topk_groups=2)
@@ -507,7 +507,7 @@ def test_a_router_module_with_padding(sequences, device):
 def test_masks_that_torch_refuses(take, mask, error, message):
     config = RouterConfig(2)
     call = {
-        "function": lambda: torch_ops.route(torch.ones(6, 8), config, padding_mask=mask),
+        "function": lambda: fp8moe.torch.route(torch.ones(6, 8), config, padding_mask=mask),
         "module": lambda: Router(8, 8, config)(torch.ones(6, 8), padding_mask=mask),
         "layer": lambda: FP8FlowMoE(8, 8, 8, 2)(torch.ones(6, 8), padding_mask=mask),
     }[take]

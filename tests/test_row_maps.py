@@ -5,7 +5,7 @@ import pytest
 from cases import SEED
 
 import fp8moe
-from fp8moe import row_maps
+from fp8moe.ops import row_maps
 
 
 def index_map(ids, rows):

@@ -7,7 +7,7 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 
-from fp8moe.kernels_cuda import compiler
+from fp8moe.kernels_cuda.runtime import compiler
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
@@ -113,13 +113,13 @@ extern "C" __global__ void %s(const u8* in, u8* out) {
 def launches(tmp_path_factory):
     """Launch functions by kernel name, with one block of 64 threads and 8192 bytes of shared memory."""
     folder = tmp_path_factory.mktemp("broken")
-    for header in compiler.SOURCES.glob("*.cuh"):
+    for header in compiler.headers():
         (folder / header.name).write_text(header.read_text())
     bodies = {name: body for name, (_, body) in BROKEN.items()} | READ_TOO_EARLY
     source = '#include "wgmma.cuh"\n' + "".join(KERNEL % named for named in bodies.items())
     (folder / "broken.cu").write_text(source)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "SOURCES", folder)
+        patch.setattr(compiler, "files", lambda: {path.name: path for path in folder.iterdir()})
         patch.setattr(cuda_on_cpu, "ALIGNMENT_CHECKED", 1)
         library = cuda_on_cpu.library("broken", ())
 

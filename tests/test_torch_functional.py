@@ -12,15 +12,19 @@ from cases import FP8_NOISE
 from torch.nn.functional import pad
 
 import fp8moe
-from fp8moe import Activation, dispatch, layer_checks, recipes
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_functional import (
+import fp8moe.torch
+from fp8moe import Activation
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.functional import (
     moe_experts,
     moe_experts_permuted,
     parts_of_bias,
     quantize_fp8_weights,
 )
-from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.layer import checks as layer_checks
+from fp8moe.layer import recipes
+from fp8moe.runtime import dispatch
 
 E, H, F, T, K = 4, 96, 72, 37, 2
 LINEAR = torch.nn.Linear(H, F)
@@ -74,7 +78,7 @@ def test_weight_pairs_of_any_width(recipe):
 
     def whole(x, w1, w3, w2, probs):
         w13 = torch.cat([pad(w, (0, 0, 0, missing)) for w in (w1, w3)], dim=1)
-        return torch_ops.moe_experts(x, w13, pad(w2, (0, missing)), ids, probs, recipe=recipe)
+        return fp8moe.torch.moe_experts(x, w13, pad(w2, (0, missing)), ids, probs, recipe=recipe)
 
     def strided(x, w1, w3, w2, probs):
         w13 = torch.cat((w1, w3), dim=1).transpose(1, 2).contiguous().transpose(1, 2)

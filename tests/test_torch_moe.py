@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import Activation, RouterConfig
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router, _on_tensor_cores, _product, _sum, parts
-from fp8moe.dispatch import cached_plans, clear_cached_plans
-from fp8moe.record_trees import arrays_in
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.router import Router, _on_tensor_cores, _product, _sum, parts
+from fp8moe.runtime.dispatch import cached_plans, clear_cached_plans
+from fp8moe.runtime.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 
@@ -47,7 +48,7 @@ def test_module_equals_the_library(recipe, recompute):
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
     other = x.detach().clone().requires_grad_()
     _, ids, probs = layer.route(other)
-    z = torch_ops.moe_experts(
+    z = fp8moe.torch.moe_experts(
         other, w13, w2, ids, probs, recipe=recipe, recompute=recompute, activation=Activation(clamp=7.0)
     )
     g = torch.Generator().manual_seed(2)
@@ -101,7 +102,7 @@ def test_bf16_against_float64():
 
 
 def test_shard_placement_avoids_padding():
-    from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
+    from fp8moe.adapters.torch.fsdp import padded_elements, shard_placement
 
     def dim(shape, ranks):
         actual = shard_placement(ranks)(torch.nn.Parameter(torch.empty(shape, device="meta")))
@@ -157,7 +158,7 @@ def test_state_dict_deepcopy_and_shapes():
     for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(x).reshape(y.shape), y)
     assert "recipe='fp8_flow'" in repr(layer)
-    assert torch_ops.FP8FlowMoE is FP8FlowMoE
+    assert fp8moe.torch.FP8FlowMoE is FP8FlowMoE
 
 
 def test_choice_of_another_router():
@@ -291,7 +292,7 @@ def test_experts_without_a_gate():
     other = x.detach().clone().requires_grad_()
     _, ids, probs = (t.detach() for t in layer.route(other))
     weights = [w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2)]
-    z = torch_ops.moe_experts(other, *weights, ids, probs, activation=layer.activation)
+    z = fp8moe.torch.moe_experts(other, *weights, ids, probs, activation=layer.activation)
     g = torch.Generator().manual_seed(2)
     z.backward(torch.randn(z.shape, generator=g).to(z.dtype))
     for a, b in ((y, z), (layer.w13.grad, weights[0].grad), (layer.w2.grad, weights[1].grad)):
@@ -834,9 +835,9 @@ def test_dtensors_as_rows_are_refused_by_name(router, compiled, mesh):
     with pytest.raises(TypeError, match=of_x):
         layer.router(rows)
     with pytest.raises(TypeError, match=of_x):
-        torch_ops.moe_experts(rows, *weights, ids, probs)
+        fp8moe.torch.moe_experts(rows, *weights, ids, probs)
     with pytest.raises(TypeError, match="logits: got a DTensor"):
-        torch_ops.route(rows, RouterConfig(2))
+        fp8moe.torch.route(rows, RouterConfig(2))
     with pytest.raises(TypeError, match=of_x):
         torch_ops.quantize(rows)
     of_ids = tensor.DTensor.from_local(ids, mesh, [tensor.Shard(0)])
@@ -845,7 +846,7 @@ def test_dtensors_as_rows_are_refused_by_name(router, compiled, mesh):
     w13 = tensor.DTensor.from_local(weights[0], mesh, [tensor.Shard(0)])
     for recipe in ("bf16", "fp8_flow"):
         with pytest.raises(TypeError, match="w13: got a DTensor"):
-            torch_ops.moe_experts(plain, w13, weights[1], ids, probs, recipe=recipe)
+            fp8moe.torch.moe_experts(plain, w13, weights[1], ids, probs, recipe=recipe)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -875,7 +876,7 @@ def test_nested_tensors_are_refused_by_name(layout):
         layer,
         layer.router,
         lambda x: layer(x, ids, probs),
-        lambda x: torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs),
+        lambda x: fp8moe.torch.moe_experts(x, layer.w13, layer.w2, ids, probs),
     ):
         with pytest.raises(TypeError, match=of_x):
             call(rows)

@@ -11,9 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import Activation
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_library import OPERATORS, plan_arguments
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.library import OPERATORS, plan_arguments
 
 E, K, T, H = 3, 2, 7, 8
 
@@ -92,7 +93,7 @@ def test_gradcheck_in_float32():
 
 def test_gradcheck_of_the_layer():
     def layer(x, w13, w2, probs):
-        return torch_ops.moe_experts(x, w13, w2, routing(), probs, recipe="bf16")
+        return fp8moe.torch.moe_experts(x, w13, w2, routing(), probs, recipe="bf16")
 
     inputs = (doubles(T, 4), doubles(E, 6, 4, seed=2), doubles(E, 4, 3, seed=3), doubles(T, K, seed=4))
     assert gradcheck(layer, inputs)
@@ -106,7 +107,7 @@ def test_the_layer_has_the_librarys_gradients(recipe):
         for shape in ((T, 128), (E, 256, 128), (E, 128, 128), (T, 128))
     )
     probs = torch.rand(T, K, generator=g).requires_grad_()
-    y = torch_ops.moe_experts(x, w13, w2, routing(), probs, recipe=recipe, recompute="moe_expert")
+    y = fp8moe.torch.moe_experts(x, w13, w2, routing(), probs, recipe=recipe, recompute="moe_expert")
     y.backward(dy)
     plain = [t.detach() for t in (x, w13, w2)]
     wanted, saved = fp8moe.moe_forward(*plain, routing(), probs.detach(), recipe=recipe)
@@ -282,7 +283,7 @@ def test_grouped_gemm_of_codes(call):
 
 def test_every_operator_is_among_the_cases():
     """Operators declared by other modules are tested with those modules."""
-    elsewhere = ("fp8moe.adapters.torch_experts", "fp8moe.adapters.torch_router", "fp8moe.row_maps")
+    elsewhere = ("fp8moe.adapters.torch.experts", "fp8moe.adapters.torch.router", "fp8moe.ops.row_maps")
     tested = [o for o in OPERATORS.values() if o.function.__module__ not in elsewhere]
     declared = {o.op.overloadpacket for o in tested}
     assert declared == {o for o, _ in opcheck_cases()}

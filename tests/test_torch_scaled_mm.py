@@ -11,7 +11,7 @@ from cases import generator, offsets_of
 import fp8moe
 
 torch = pytest.importorskip("torch")
-adapter = pytest.importorskip("fp8moe.adapters.torch_scaled_mm")
+adapter = pytest.importorskip("fp8moe.adapters.torch.scaled_mm")
 torch_descriptions = pytest.importorskip("torch_descriptions")
 functional = torch.nn.functional
 RNG = generator()

@@ -15,13 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
+import fp8moe.torch
 from fp8moe.activation import SWIGLU
-from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_experts import Options, Targets
-from fp8moe.adapters.torch_library import OPERATORS
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.record_trees import arrays_in
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.experts import Options, Targets
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.library import OPERATORS
 from fp8moe.records import Record
+from fp8moe.runtime.record_trees import arrays_in
 
 HIDDEN, FFN, EXPERTS, TOPK = 256, 128, 4, 2
 RECIPES = ["bf16", "fp8_blockwise", "fp8_flow"]
@@ -291,7 +292,7 @@ def test_bf16_weights_changed_before_the_backward_raise(recompute):
     a, b = (torch.randn(2, *s, dtype=torch.float64, requires_grad=True) for s in ((8, 8), (8, 4)))
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     ids, probs = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1, dtype=torch.float64)
-    y = torch_ops.moe_experts(x, a, b, ids, probs, recipe="bf16", recompute=recompute)
+    y = fp8moe.torch.moe_experts(x, a, b, ids, probs, recipe="bf16", recompute=recompute)
     with torch.no_grad():
         a.mul_(3)
     with pytest.raises(RuntimeError, match="w13, w2: got weights that were changed after the forward"):
@@ -511,8 +512,8 @@ def test_moe_experts_compiled(recipe, backend):
         weights = [w.detach().bfloat16().requires_grad_() for w in weights]
     actual = []
     for call in (
-        torch_ops.moe_experts,
-        torch.compile(torch_ops.moe_experts, backend=backend, fullgraph=True),
+        fp8moe.torch.moe_experts,
+        torch.compile(fp8moe.torch.moe_experts, backend=backend, fullgraph=True),
     ):
         for t in (x, *weights):
             t.grad = None
@@ -532,8 +533,8 @@ def test_moe_experts_accepts_the_modules_inputs(recipe, call):
     layer, x = module(recipe), tokens(count=60).detach()
     _, ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().bfloat16() if recipe == "bf16" else w.detach() for w in (layer.w13, layer.w2)]
-    plain = torch_ops.moe_experts(x, *weights, ids, probs, recipe=recipe).detach()
-    moe_experts = torch_ops.moe_experts
+    plain = fp8moe.torch.moe_experts(x, *weights, ids, probs, recipe=recipe).detach()
+    moe_experts = fp8moe.torch.moe_experts
     if call == "compiled":
         moe_experts = torch.compile(moe_experts, backend="aot_eager", fullgraph=True)
 
@@ -563,9 +564,11 @@ def test_moe_experts_errors_name_the_argument():
     _, ids, probs = (t.detach() for t in layer.route(x))
     weights = layer.w13.detach(), layer.w2.detach()
     with pytest.raises(TypeError, match="w13: got quantised weights"):
-        torch_ops.moe_experts(x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16")
+        fp8moe.torch.moe_experts(
+            x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16"
+        )
     with pytest.raises(ValueError, match="recipe: got 'fp4'"):
-        torch_ops.moe_experts(x, *weights, ids, probs, recipe="fp4")
+        fp8moe.torch.moe_experts(x, *weights, ids, probs, recipe="fp4")
     good = (x, *weights, ids, probs)
     integer, wide = torch.ones(70, HIDDEN, dtype=torch.int32), weights[1].double()
     for number, bad, error, message in (
@@ -582,7 +585,7 @@ def test_moe_experts_errors_name_the_argument():
     ):
         arguments = [bad if i == number else a for i, a in enumerate(good)]
         with pytest.raises(error, match=message):
-            torch_ops.moe_experts(*arguments, recipe="fp8_flow")
+            fp8moe.torch.moe_experts(*arguments, recipe="fp8_flow")
     for recipe in RECIPES:
         for number, name in ((0, "x"), (1, "w13"), (2, "w2"), (4, "topk_probs")):
             for bad, message in (
@@ -591,7 +594,7 @@ def test_moe_experts_errors_name_the_argument():
             ):
                 arguments = [bad if i == number else a for i, a in enumerate(good)]
                 with pytest.raises(TypeError, match=f"{name}: got {message}"):
-                    torch_ops.moe_experts(*arguments, recipe=recipe)
+                    fp8moe.torch.moe_experts(*arguments, recipe=recipe)
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
         layer(integer)
     for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,)):
@@ -654,7 +657,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, x, counts, probs):
         options = {"recipe": self.recipe, "bias13": self.b13, "bias2": self.b2}
-        return torch_ops.moe_experts_permuted(x, self.w13, self.w2, counts, probs, **options)
+        return fp8moe.torch.moe_experts_permuted(x, self.w13, self.w2, counts, probs, **options)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -742,7 +745,7 @@ def test_fake_tensors(recipe, recompute):
         with layer.weights_unchanged():
             trained = results(layer, layer, x)
         _, ids, probs = (t.detach() for t in layer.route(x.detach()))
-        functional = torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs, recipe=recipe)
+        functional = fp8moe.torch.moe_experts(x, layer.w13, layer.w2, ids, probs, recipe=recipe)
         return [(t.shape, t.dtype, t.stride()) for t in (y, *trained, functional)]
 
     real = described()

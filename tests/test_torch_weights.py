@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 import fp8moe
+import fp8moe.torch
 from fp8moe import RouterConfig
-from fp8moe.adapters import torch_moe, torch_ops
-from fp8moe.adapters.torch_functional import quantize_fp8_weights
-from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router
-from fp8moe.adapters.torch_sharding import LoadPlanner
-from fp8moe.record_trees import arrays_in
+from fp8moe.adapters.torch import layer as torch_moe
+from fp8moe.adapters.torch.functional import quantize_fp8_weights
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.router import Router
+from fp8moe.adapters.torch.sharding import LoadPlanner
+from fp8moe.runtime.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 WEIGHTS = ("w13", "w2")
@@ -651,7 +652,7 @@ def test_weights_that_deepspeed_has_partitioned():
     for call in (
         layer.quantize_weights,
         lambda: layer.forward(x),  # not by the engine, whose hooks gather
-        lambda: torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs),
+        lambda: fp8moe.torch.moe_experts(x, layer.w13, layer.w2, ids, probs),
         lambda: quantize_fp8_weights(layer.w13, layer.w2),
     ):
         with pytest.raises(TypeError, match=message):
@@ -820,22 +821,22 @@ def test_a_scope_inside_of_compiled_code(monkeypatch):
 
 def assert_fresh_in_scope(layer, forward):
     x = tokens(layer.w13.device, 5)
-    counting = fp8moe.counters.active.set(())  # do not count the copies of the other layer
+    counting = fp8moe.runtime.counters.active.set(())  # do not count the copies of the other layer
     new = fresh(layer)
     wanted = step(new, new, x)
-    fp8moe.counters.active.reset(counting)
+    fp8moe.runtime.counters.active.reset(counting)
     for _ in range(2):
         for a, b in zip(step(forward, layer, x), wanted, strict=True):
             assert torch.equal(a, b)
 
 
 def test_plain_weights_of_the_functional_layer(device):
-    """torch_ops.moe_experts and moe_forward quantise the given weights in every call."""
+    """fp8moe.torch.moe_experts and moe_forward quantise the given weights in every call."""
     layer, x = module(device), tokens(device)
     _, ids, probs = (t.detach() for t in layer.route(x))
     optimizer = torch.optim.AdamW([layer.w13, layer.w2], lr=0.05, fused=True)
     for _ in range(3):
-        y = torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs, recipe="fp8_flow")
+        y = fp8moe.torch.moe_experts(x, layer.w13, layer.w2, ids, probs, recipe="fp8_flow")
         assert torch.equal(y, fresh(layer)(x, ids, probs))
         weights = layer.w13.detach(), layer.w2.detach()
         again, _ = fp8moe.moe_forward(x, *weights, ids, probs, recipe="fp8_flow")
@@ -880,7 +881,7 @@ def sharded(rank, folder):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from fp8moe.adapters.torch_fsdp import shard_placement
+    from fp8moe.adapters.torch.fsdp import shard_placement
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {}
@@ -1012,7 +1013,7 @@ def shards_of_a_seed(rank, folder):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    from fp8moe.adapters.torch_fsdp import shard_placement
+    from fp8moe.adapters.torch.fsdp import shard_placement
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))

@@ -9,8 +9,8 @@ from cases import SEED
 from torch.library import opcheck
 
 import fp8moe
-from fp8moe.adapters import transformer_engine as te
-from fp8moe.benchmarks import transformer_engine as benchmark
+from benchmarks import transformer_engine as benchmark
+from fp8moe.adapters.transformer_engine import pytorch as te
 
 T, E, H = 37, 5, 16
 

@@ -32,7 +32,7 @@ from calls import (
 from cases import BF16
 
 import fp8moe
-from fp8moe.record_trees import is_metadata
+from fp8moe.runtime.record_trees import is_metadata
 
 
 class OnCuda:

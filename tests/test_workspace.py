@@ -11,10 +11,10 @@ import pytest
 from cases import BF16, assert_same, generator, values
 
 import fp8moe
-from fp8moe import interop
-from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec
-from fp8moe.workspace import Layout
+from fp8moe.runtime import interop
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.workspace import Layout
 
 RNG = generator()
 GUARD = 512  # bytes around every piece of memory, poisoned too
@@ -95,7 +95,8 @@ def on_cpu(monkeypatch):
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(
-        "fp8moe.workspace.allocate_scratch", lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8))
+        "fp8moe.runtime.workspace.allocate_scratch",
+        lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8)),
     )
 
 
@@ -218,7 +219,7 @@ def test_threads_that_make_a_plan_at_once_use_the_same(monkeypatch):
     """A graph that was captured with one goes on using its scratch memory."""
     pytest.importorskip("cupy")
     cuda_on_cpu.install(monkeypatch)
-    launch, used = importlib.import_module("fp8moe.kernels_cuda.launch"), []
+    launch, used = importlib.import_module("fp8moe.kernels_cuda.runtime.launch"), []
     kernel = SimpleNamespace(shared=1 << 20, parameters="")
     monkeypatch.setattr(launch, "load_kernel", lambda *arguments: kernel)
     monkeypatch.setattr(launch, "run_steps", lambda steps, *arguments: used.append(steps))

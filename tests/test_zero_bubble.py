@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import fp8moe  # noqa: E402
 from fp8moe import RouterConfig  # noqa: E402
-from fp8moe.adapters import torch_ops  # noqa: E402
-from fp8moe.adapters.torch_functional import moe_experts  # noqa: E402
-from fp8moe.adapters.torch_moe import FP8FlowMoE  # noqa: E402
-from fp8moe.adapters.torch_router import Router  # noqa: E402
+from fp8moe.adapters.torch import ops as torch_ops  # noqa: E402
+from fp8moe.adapters.torch.functional import moe_experts  # noqa: E402
+from fp8moe.adapters.torch.layer import FP8FlowMoE  # noqa: E402
+from fp8moe.adapters.torch.router import Router  # noqa: E402
 
 
 def products_of(traced):

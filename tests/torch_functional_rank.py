@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from fp8moe import Activation
-from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
+from fp8moe.adapters.torch.functional import moe_experts
+from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.expert_parallel import Capacity
 
 warnings.filterwarnings("error", ".*torch.distributed.* is deprecated", FutureWarning)

@@ -16,7 +16,7 @@ import fp8moe
 from fp8moe.demo.model import Config, Model, batches, learning_rate
 from fp8moe.demo.text import generated_text
 from fp8moe.info import command, commit
-from fp8moe.recipes import RECIPES
+from fp8moe.layer.recipes import RECIPES
 
 #: maximum relative difference of fp8_flow's loss from bf16's, averaged over the last tenth of the run
 ALLOWED_DEVIATION = 0.0025
@@ -149,7 +149,7 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
     start = time.perf_counter()
     xp: Any = np
     if device == "cuda":
-        from fp8moe.interop import require_cupy
+        from fp8moe.runtime.interop import require_cupy
 
         xp = require_cupy("--device cuda")
     text = generated_text() if text_file is None else np.fromfile(text_file, np.uint8)

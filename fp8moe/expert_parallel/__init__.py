@@ -10,9 +10,10 @@ dispatch).
 With a `Capacity` the host never reads row counts: each rank sends every rank the same number of rows, padded
 with zeros whose ids belong to no expert.
 
-A `Transport` moves the bytes: `fp8moe.adapters.torch_distributed` (NCCL, gloo) or `.cupy_nccl`. If ranks can
-write to each other's memory it is a `PeerMemory`: `.torch_symmetric_memory`. A library with its own dispatch
-and combine is an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
+A `Transport` moves the bytes: `fp8moe.torch.ProcessGroup` (NCCL, gloo) or `fp8moe.cupy.Communicator`. If
+ranks can write to each other's memory it is a `PeerMemory`: `fp8moe.torch.SymmetricMemory`. A library with
+its own dispatch and combine is an `Engine`: `fp8moe.torch.DeepEPEngine`. JAX has its own collectives:
+`fp8moe.jax.moe_experts_over_axis`.
 """
 
 from fp8moe.expert_parallel.exchange import combine, combine_backward, dispatch, dispatch_backward

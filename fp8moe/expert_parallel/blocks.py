@@ -13,8 +13,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
+from fp8moe.ops.row_maps import place
 from fp8moe.records import Array
-from fp8moe.row_maps import place
 
 
 class Blocks(NamedTuple):

@@ -8,9 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from fp8moe import checks, counters
 from fp8moe.activation import Activation
-from fp8moe.dispatch import enter
 from fp8moe.expert_parallel.messages import (
     FLOATS,
     FORMS,
@@ -43,10 +41,12 @@ from fp8moe.expert_parallel.protocols import (
     implements,
     with_spare,
 )
-from fp8moe.permute import unpermute
-from fp8moe.quantize import dequantize
-from fp8moe.recipes import RECIPES
+from fp8moe.layer.recipes import RECIPES
+from fp8moe.ops.permute import unpermute
+from fp8moe.ops.quantize import dequantize
 from fp8moe.records import QuantTensor
+from fp8moe.runtime import checks, counters
+from fp8moe.runtime.dispatch import enter
 
 
 def dispatch(
@@ -72,7 +72,7 @@ def dispatch(
     num_experts : int
         E, of all ranks together: a multiple of the number of ranks.
     comm : Transport or Engine
-        The ranks and how they exchange rows, such as `fp8moe.adapters.torch_distributed.ProcessGroup`. Every
+        The ranks and how they exchange rows, such as `fp8moe.torch.ProcessGroup`. Every
         rank calls this function.
     fmt : "e4m3", "e5m2" or None
         Format to which an array x, not of float64, is quantised in the pass that packs it, by 1x128 blocks

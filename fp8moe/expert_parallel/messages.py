@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8moe import checks, counters
-from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import round_up
-from fp8moe.interop import dtype_named
-from fp8moe.permute import permute
-from fp8moe.plan import plan_routing_map
-from fp8moe.quantize import quantize_spec
-from fp8moe.record_trees import map_arrays
+from fp8moe.ops.permute import permute
+from fp8moe.ops.plan import plan_routing_map
+from fp8moe.ops.quantize import quantize_spec
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
+from fp8moe.runtime import checks, counters
+from fp8moe.runtime.dispatch import Call, enter, operation
+from fp8moe.runtime.interop import dtype_named
+from fp8moe.runtime.record_trees import map_arrays
 
 UINT8 = np.dtype(np.uint8)
 MOST_PLACES = 3  # slots per row up to which `pack_by_rank` packs unquantised rows in one pass

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from fp8moe import checks
 from fp8moe.activation import Activation
 from fp8moe.formats import round_up
 from fp8moe.records import Options, PermutationPlan, Record
+from fp8moe.runtime import checks
 
 
 class Pending:
@@ -201,7 +201,7 @@ def check_comm(comm: Any) -> None:
     if not hasattr(comm, "world_size"):
         raise TypeError(
             f"comm: got {type(comm).__name__}; wanted a Transport or an Engine, such as "
-            "fp8moe.adapters.torch_distributed.ProcessGroup(group)"
+            "fp8moe.torch.ProcessGroup(group)"
         )
     if capacity_of(comm) is None:
         return

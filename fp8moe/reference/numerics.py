@@ -21,9 +21,9 @@ import numpy as np
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
-from fp8moe.disk_cache import make_folder, read_entry, write_entry
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES, FORMATS, Block
-from fp8moe.workers import Workers
+from fp8moe.runtime.disk_cache import make_folder, read_entry, write_entry
+from fp8moe.runtime.workers import Workers
 
 _ALL_CODES = np.arange(256, dtype=np.uint8)
 
@@ -158,8 +158,8 @@ class _Entries:
 
 
 class _Cache(FunctionCache):
-    """Numba's cache in a folder of this user alone (`fp8moe.disk_cache`), with a checksum for each entry. A
-    missing folder, full disk or damaged file only costs a compilation."""
+    """Numba's cache in a folder of this user alone (`fp8moe.runtime.disk_cache`), with a checksum for each
+    entry. A missing folder, full disk or damaged file only costs a compilation."""
 
     _impl_class = _Implementation
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from fp8moe.interop import BackendUnavailable
+from fp8moe.runtime.interop import BackendUnavailable
 from fp8moe.selftest.cuda import cuda_check
 from fp8moe.selftest.frameworks import FRAMEWORKS, NotChecked
 from fp8moe.selftest.inputs import Inputs

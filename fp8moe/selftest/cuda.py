@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.call import load_backend
-from fp8moe.interop import BackendUnavailable, load_module, require_cupy
-from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.ops.router import add_product
 from fp8moe.records import QuantTensor
-from fp8moe.router import add_product
+from fp8moe.runtime.call import load_backend
+from fp8moe.runtime.interop import BackendUnavailable, load_module, require_cupy
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 from fp8moe.selftest.frameworks import LAYER
 from fp8moe.selftest.inputs import BF16, EXPERTS, FFN, HIDDEN, Check, Inputs, equal, near, wide_values
 from fp8moe.selftest.operations import OPERATIONS
@@ -36,7 +36,8 @@ def cuda_check(seed: int) -> CudaCheck:
 
 class CudaCheck:
     """Compares the results of the public functions on CuPy and on NumPy arrays, for three different inputs:
-    the first call creates the launch plan of its shapes (`fp8moe.launch_plan`), the others replay it."""
+    the first call creates the launch plan of its shapes (`fp8moe.runtime.launch_plan`), the others replay
+    it."""
 
     def __init__(self, cupy: Any, inputs: list[Inputs]):
         self.cupy, self.inputs = cupy, inputs
@@ -63,7 +64,7 @@ class CudaCheck:
     def _check_products(self) -> None:
         """Compare every GEMM backend of this device with float64, for FP8 and bfloat16: experts that start at
         any row, and many tiles per multiprocessor, as in a training step but not in the layer's check."""
-        driver = load_module("fp8moe.kernels_cuda.driver")
+        driver = load_module("fp8moe.kernels_cuda.runtime.driver")
         for inputs in self.inputs:
             rng, bf16 = inputs.rng, ml_dtypes.bfloat16
             inside = np.sort(rng.integers(1, PRODUCT_ROWS, EXPERTS - 1))

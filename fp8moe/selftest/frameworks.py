@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.interop import load_module
+from fp8moe.runtime.interop import load_module
 from fp8moe.selftest.inputs import BF16, Inputs, equal, near
 
 LAYER = "x", "w13", "w2", "ids", "probs", "dy"
@@ -25,7 +25,7 @@ class NotChecked(Exception):
 def check_torch(device: str, inputs: Sequence[Inputs]) -> None:
     """The experts of torch's tensors with their gradients; on CUDA on a stream of its own, and in a CUDA
     graph that is replayed with each of the other inputs."""
-    torch, ops = framework("torch"), load_module("fp8moe.adapters.torch_ops")
+    torch, ops = framework("torch"), load_module("fp8moe.torch")
     if device == "cuda" and not torch.cuda.is_available():
         raise NotChecked("torch finds no CUDA device")
 
@@ -72,14 +72,14 @@ def check_torch(device: str, inputs: Sequence[Inputs]) -> None:
 def check_jax(device: str, inputs: Sequence[Inputs]) -> None:
     """The experts of JAX's arrays with their gradients, in a compiled program."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others need memory too
-    jax, ops = framework("jax"), load_module("fp8moe.adapters.jax_ops")
+    jax, ops = framework("jax"), load_module("fp8moe.jax")
     try:
         place = jax.devices(device)[0]
     except RuntimeError as error:
         raise NotChecked(f"jax finds no {device} device") from error
 
     def loss(x: Any, probs: Any, w13: Any, w2: Any, ids: Any, dy: Any) -> Any:
-        y = ops.moe_ffn(x, w13, w2, ids, probs, recipe="fp8_flow")
+        y = ops.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow")
         return (y.astype("float32") * dy.astype("float32")).sum(), y
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))

@@ -10,7 +10,7 @@ import numpy as np
 import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Counts, Pending
-from fp8moe.interop import require_cupy
+from fp8moe.runtime.interop import require_cupy
 from fp8moe.selftest.inputs import MIRRORED_EXPERTS, Inputs, equal
 
 

@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 from cases import SEED, poison
 
-from fp8moe import dispatch, interop
-from fp8moe.disk_cache import make_folder
-from fp8moe.kernels_cuda import compiler
-from fp8moe.record_trees import map_arrays
+from fp8moe.kernels_cuda.runtime import compiler
 from fp8moe.records import DeviceArray
+from fp8moe.runtime import dispatch, interop
+from fp8moe.runtime.disk_cache import make_folder
+from fp8moe.runtime.record_trees import map_arrays
 
 HERE = Path(__file__).parent
 SIGNATURE = re.compile(r'extern "C" __global__ void((?:\s+__\w+__\([^{]*?\))*)\s+(\w+)\(([^{]*?)\) \{')
@@ -83,7 +83,7 @@ def library(source, defines):
     """One compiled source, with a C function ``run_NAME`` for each of its kernels."""
     options = options_of(source, defines)
     macros = [f"-D{d}" for d in defines]
-    files = [*compiler.SOURCES.glob("*.cuh"), compiler.SOURCES / f"{source}.cu", *HERE.glob("*.cuh")]
+    files = [*compiler.headers(), compiler.files()[f"{source}.cu"], *HERE.glob("*.cuh")]
     texts = {path.name: path.read_text() for path in [*files, HERE / "cuda.h"]}
 
     def make(folder):
@@ -222,10 +222,10 @@ class Runtime:
 
 def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a", multiprocessors=2):
     """Until the end of the test, `Array` is a device array whose kernels run here."""
-    from fp8moe.kernels_cuda import driver, launch
+    from fp8moe.kernels_cuda.runtime import driver, launch
 
     def load_kernel(source, name, defines, device):
-        defines = defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0]
+        defines = defines or compiler.variants(compiler.files()[f"{source}.cu"])[0]
         number = "".join(filter(str.isdigit, architecture))
         chip = () if architecture == "sm_90a" else (f"__CUDA_ARCH__={number}0",)
         compiled = library(source, (*defines, *chip))

@@ -1,4 +1,4 @@
-// kernels_cuda/mma.cuh in C++: the lanes of a warp exchange their operands, and each computes its own part of
+// kernels_cuda/gemm/mma.cuh in C++: the lanes of a warp exchange their operands, and each computes its own part of
 // the product.
 #pragma once
 #include "fp8.cuh"

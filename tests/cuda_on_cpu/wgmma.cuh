@@ -1,4 +1,4 @@
-// kernels_cuda/wgmma.cuh in C++. Each thread computes its own products, with codes at their swizzled
+// kernels_cuda/gemm/wgmma.cuh in C++. Each thread computes its own products, with codes at their swizzled
 // addresses, immediately or when it waits for them.
 #pragma once
 #include "bulk.cuh"

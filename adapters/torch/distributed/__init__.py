@@ -1,0 +1,1 @@
+"""Transports between the ranks of torch's process groups."""

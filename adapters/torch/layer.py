@@ -1,0 +1,1060 @@
+"""The expert layer as a torch module: router, experts, and quantisation of the weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8moe import Quantized, RouterConfig
+from fp8moe.activation import SWIGLU, Activation
+from fp8moe.adapters.torch.experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
+from fp8moe.adapters.torch.functional import quantize_fp8_weights
+from fp8moe.adapters.torch.grouped import by_grouped_mm
+from fp8moe.adapters.torch.operation import (
+    check_float,
+    check_tensor,
+    refuse_codes,
+    refuse_partitioned,
+    refuse_transforms,
+)
+from fp8moe.adapters.torch.router import Router, padding_of_rows
+from fp8moe.adapters.torch.sharding import (
+    Ranks,
+    as_shard,
+    check_own_experts,
+    checksum,
+    engine_of,
+    is_whole,
+    local_of,
+    own_experts,
+    own_part,
+    replicated,
+    shard_of,
+)
+from fp8moe.adapters.torch.stats import Collector, LayerStats
+from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
+from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.recipes import GRADIENTS, Recipe
+from fp8moe.runtime import checks
+from fp8moe.runtime.record_trees import arrays_in
+from fp8moe.runtime.scopes import Opening, Scope
+
+__all__ = ["FP8FlowMoE", "weights_unchanged"]
+
+_DTYPES = torch.bfloat16, torch.float16, torch.float32  # of weights
+
+
+def _option(name: str) -> Any:
+    """A property of a layer: one of its `LayerOptions`, checked when it is set."""
+
+    def read(layer: FP8FlowMoE) -> Any:
+        return getattr(layer._options, name)
+
+    def write(layer: FP8FlowMoE, value: Any) -> None:
+        layer._set_option(name, value)
+
+    return property(read, write, doc=f"As in the constructor; the next forward uses the ``{name}`` set here.")
+
+
+def _fixed(name: str, doc: str) -> Any:
+    """A property of a layer that only its constructor sets."""
+
+    def read(layer: FP8FlowMoE) -> Any:
+        return getattr(layer, name)
+
+    def write(layer: FP8FlowMoE, value: Any) -> None:
+        raise AttributeError(
+            f"{name[1:]}: got {value}; wanted {getattr(layer, name)}, the weights' size, which the "
+            "constructor sets; make a layer of the other size"
+        )
+
+    return property(read, write, doc=doc)
+
+
+def _check_width(recipe: str, ffn: int) -> None:
+    if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
+        raise ValueError(
+            f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
+            'pass recipe="fp8_flow", which pads with zeros'
+        )
+
+
+class FP8FlowMoE(nn.Module):
+    """Top-k routed experts as a module, with router and quantised weights.
+
+    y[t] = sum of prob * w2[e] @ (silu(gate) * up) over t's experts e, with [gate, up] = w13[e] @ x[t].
+
+    Parameters
+    ----------
+    hidden : int
+        H, any size for "fp8_flow" and "bf16". Multiples of 128 are fastest.
+    ffn : int
+        F, any size for "fp8_flow" and "bf16", a multiple of 128 for "fp8_blockwise". Otherwise the FP8 copies
+        of the weights are padded with zeros to the next multiple of 128.
+    num_experts : int
+        E, over all ranks.
+    topk : int
+        Number of experts per token.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        "fp8_flow": two casts (arXiv 2511.02302). "fp8_blockwise": a baseline that requantises. "bf16": this
+        library's products on Hopper, torch's grouped matrix product on other architectures.
+    recompute : None or "moe_expert"
+        "moe_expert" saves only the input of the first product for the backward.
+    normalize_probs : bool
+        Whether the selected experts' probabilities are renormalised to sum to one.
+    activation : Activation
+        Activation between the two products; w13 is [E, F, H] for one without a gate.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        Kernels of all products, the backward's included, as described in `fp8moe.grouped_gemm` ("cublas"
+        synchronises); None: the fastest. With "bf16", None may also select torch's grouped product where that
+        is faster, and a name selects this library's kernels. If the backend does not support these products
+        on x's device, the forward raises before any work.
+    num_sms : int or None
+        Maximum number of SMs that each product may use, the backward's included, as in `fp8moe.moe_forward`,
+        to leave the others to work on another stream. If a product cannot respect it, the forward raises.
+        With "bf16" a number selects this library's kernels.
+    process_group : ProcessGroup, DeviceMesh, Transport or None
+        The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or a
+        `fp8moe.expert_parallel.Transport` such as `fp8moe.torch` provides. Each
+        rank has an equal share of the num_experts experts. The parameters are DTensors over these ranks: w13
+        and w2 sharded along the experts, the router's weight replicated. So torch.distributed.checkpoint
+        saves all experts and can load them on another number of ranks, torch's optimizers and
+        ``clip_grad_norm_`` take all of them together, and ``fully_shard`` over another dimension of the mesh
+        can be combined with it (see `fp8moe.torch`, which also has optimizer groups and
+        gradient clipping for models that contain plain tensors too). State dicts with plain tensors, of all
+        experts or of this rank's, can be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row
+        counts in every forward, so the forward cannot be captured in a CUDA graph, unless it is given a
+        `fp8moe.torch.ProcessGroup` with a ``capacity``. The gradients of all parameters
+        are sums over the ranks: those of w13 and w2 by themselves, the router's by an all-reduce in the
+        layer's backward. Divide them by the number of ranks where those of the rest of the model are
+        averaged. All ranks must run the backward, and x must require a gradient on all of them or on none,
+        because the backward exchanges rows too; the forward raises if their gradients differ, except with a
+        ``capacity`` or an Engine.
+    overlap_chunks : int
+        Number of chunks into which the tokens are divided, with a process_group: the exchange of one chunk
+        overlaps the products of another, in forward and backward. y and x's gradient are bitwise equal to
+        those without chunks; the weight gradients are sums over chunks in float32, and each chunk has FP8
+        transpose tiles of its own. Not supported in compiled code.
+    router : bool or RouterConfig
+        Configuration of the router; True: a softmax over all experts and its k largest values. A
+        `fp8moe.RouterConfig` with this topk selects other scores, groups or weights. False creates no router
+        and no router parameters: the forward then requires topk_ids and topk_probs. For auxiliary losses or a
+        balancing bias, use a `fp8moe.torch.Router` in the model with router=False here.
+    device : device or None
+        Device of the parameters.
+    dtype : dtype or None
+        Dtype of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's weight: bfloat16,
+        float16 or float32, in the bf16 recipe also float64; None: torch's default dtype. The state dict
+        contains only these.
+
+    Notes
+    -----
+    The FP8 copies of the weights (both orientations, 2 bytes per weight) are made in every forward from the
+    current weights, however those were written; version counters are not relied on. The backward uses the
+    codes of its forward, even if the weights have changed since: the transposed half (1 byte per weight; with
+    recompute also w13's other half) is saved for backward, and the rest is released after the forward, as are
+    all copies of a forward without gradients. A CUDA graph captures the quantisation, so a replay uses the
+    current weights. If the weights do not change between several forwards, one set of copies can serve them
+    all::
+
+        for batch in batches:                                    # gradient accumulation
+            with weights_unchanged(model):                       # all FP8FlowMoE layers of a model
+                for micro_batch in batch.chunk(4):
+                    loss(model(micro_batch)).backward()
+            optimizer.step(), optimizer.zero_grad()
+
+    `weights_unchanged` accepts a single layer too, and ``layer(x, is_first_microbatch=...)`` (Transformer
+    Engine's convention) is an alternative for loops that cannot use a context manager. The copies then exist
+    for the whole duration of the context: 2 bytes per weight for all layers at once, of the unsharded weights
+    under `fully_shard`. Inside the context, a forward raises if it detects that a weight has changed; writes
+    through ``.data`` or other memory cannot be detected and must not occur. `quantize_weights` makes copies
+    for forwards without gradients, and updates the copies that a CUDA graph reads.
+
+    If a parameter has a tensor ``main_grad`` (its shape, any floating-point dtype; Megatron's convention),
+    the matrix product adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains
+    None. A ``main_grad`` of the shards of `fully_shard` is not used: the forward reads other parameters,
+    without the attribute.
+
+    ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` returns the
+    quantisation losses and expert loads of the last forward and backward.
+
+    `torch.compile` compiles the layer into one graph (``fullgraph=True``), also with a process_group that is
+    not an Engine. The FP8 copies of each weight, the experts and their gradient are one operator each. The
+    first number of tokens is compiled with static sizes and the second one with dynamic sizes; of further
+    numbers only 0 and 1 recompile, because torch specialises them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.torch import FP8FlowMoE
+    >>> layer = FP8FlowMoE(hidden=64, ffn=96, num_experts=4, topk=2)
+    >>> x = torch.randn(2, 10, 64, requires_grad=True)
+    >>> layer(x).sum().backward()
+    >>> layer.w13.grad.shape, layer.w2.grad.shape
+    (torch.Size([4, 192, 64]), torch.Size([4, 64, 96]))
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        num_experts: int,
+        topk: int,
+        *,
+        recipe: Recipe = "fp8_flow",
+        recompute: str | None = None,
+        normalize_probs: bool = True,
+        activation: Activation = SWIGLU,
+        backend: str | None = None,
+        num_sms: int | None = None,
+        process_group: Any = None,
+        overlap_chunks: int = 1,
+        router: bool | RouterConfig = True,
+        device: Any = None,
+        dtype: torch.dtype | None = torch.float32,
+    ):
+        super().__init__()
+        self._options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+        hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
+        _check_width(recipe, ffn)
+        num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
+        topk = checks.integer("topk", topk, 1)
+        if topk > num_experts:
+            raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
+        self._hidden, self._ffn, self._num_experts, self._topk = hidden, ffn, num_experts, topk
+        normalize_probs = checks.flag("normalize_probs", normalize_probs)
+        options = {"device": device, "dtype": dtype}
+        accepted = (*_DTYPES, torch.float64) if recipe == "bf16" else _DTYPES
+        given = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(given, torch.dtype) or given not in accepted:
+            fix = '; pass recipe="bf16"' if given is torch.float64 else ""
+            raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, accepted))}{fix}")
+        if router is True:
+            router = RouterConfig(topk, renormalize=normalize_probs)
+        elif router is not False:
+            checks.options("router", router, RouterConfig)
+            if router.topk != topk or not normalize_probs:
+                raise ValueError(
+                    f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; "
+                    "wanted the same topk, and the RouterConfig's renormalize in place of normalize_probs"
+                )
+        self.router = Router(hidden, num_experts, router, **options) if router else None
+        self._ranks = ranks = Ranks(
+            process_group,
+            torch.empty(0, device=device).device,
+            checks.integer("overlap_chunks", overlap_chunks, 1),
+        )
+        if num_experts % ranks.size:
+            raise ValueError(
+                f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
+            )
+        if self.router is not None and ranks.mesh is not None:
+            self.router.weight = replicated(self.router.weight, ranks.mesh)
+        self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
+        self.w2 = self._weight(num_experts, hidden, ffn, **options)
+        self.register_load_state_dict_pre_hook(_shards_given)
+        self._kept: _Copies | None = None  # copies that persist between forwards
+        self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
+        self._declared: dict[int, _Declared] = {}  # by the open weights_unchanged() contexts; see `_declare`
+        self._handle = handle_of(self)
+        self._collect_stats = False
+        self._collector = Collector()
+        if type(self).reset_parameters is FP8FlowMoE.reset_parameters:
+            self._reset_experts()  # the router has drawn its numbers, as there before those of the experts
+        else:
+            self.reset_parameters()
+
+    hidden = _fixed("_hidden", "H, the number of features.")
+    ffn = _fixed("_ffn", "F, the width of an expert.")
+    num_experts = _fixed("_num_experts", "E, over all ranks.")
+    recipe = _option("recipe")
+    recompute = _option("recompute")
+    activation = _option("activation")
+    backend = _option("backend")
+    num_sms = _option("num_sms")
+
+    @property
+    def topk(self) -> int:
+        """Number of experts per token, the router's."""
+        return self.router.config.topk if isinstance(self.router, Router) else self._topk
+
+    @topk.setter
+    def topk(self, value: int) -> None:
+        if not isinstance(self.router, Router):
+            raise AttributeError(
+                f"topk: got {value} in a layer without a `Router`; wanted {self._topk}, as it was made; make "
+                "a layer with another topk"
+            )
+        self.router.config = replace(self.router.config, topk=value)
+
+    @property
+    def collect_stats(self) -> bool:
+        """Whether forwards and backwards in eager mode collect the statistics that `stats` returns."""
+        return self._collect_stats
+
+    @collect_stats.setter
+    def collect_stats(self, value: bool) -> None:
+        self._collect_stats = checks.flag("collect_stats", value)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        options = replace(self._options, **{name: value})
+        _check_width(options.recipe, self._ffn)
+        if options.activation.gated != (gated := self._options.activation.gated):
+            raise ValueError(
+                f"activation: got {value}; wanted one {'with' if gated else 'without'} a gate, by w13's "
+                "shape; make a layer with this activation"
+            )
+        if options.recipe != self._options.recipe:
+            self._release_copies()
+        self._options = options
+
+    def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
+        local = torch.empty(experts // self._ranks.size, *shape, **options)
+        return nn.Parameter(local) if self._ranks.mesh is None else shard_of(local, self._ranks.mesh)
+
+    def reset_parameters(self) -> None:
+        """Initialise all weights from the normal distribution with variance 1 / fan-in.
+
+        Random numbers are drawn expert by expert, so a seed gives the same weights on any number of ranks,
+        whether of expert parallelism or of ``fully_shard``, and those that the constructor gives. All ranks
+        need the same seed.
+        """
+        if self.router is not None:
+            self.router.reset_parameters()
+        self._checksum = None
+        self._reset_experts()
+
+    def _reset_experts(self) -> None:
+        for name in ("w13", "w2"):
+            w = getattr(self, name)
+            std, (own, rows, columns) = 1 / math.sqrt(w.shape[-1]), own_part(w)
+            with torch.no_grad():
+                local = local_of(w)
+                for expert in range(self.num_experts):
+                    weight = torch.empty(w.shape[1:], dtype=w.dtype, device=local.device).normal_(std=std)
+                    if own.start <= expert < own.stop:
+                        local[expert - own.start].copy_(weight[rows, columns])
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_probs: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """Compute the experts of tokens.
+
+        Parameters
+        ----------
+        x : Tensor, any floating-point dtype, [..., H]
+            Tokens, multiplied as bfloat16.
+        topk_ids : Tensor or None, int32 or int64, [T, k]
+            With ``topk_probs``: expert ids of another router, used instead of this layer's.
+        topk_probs : Tensor or None, floating point, [T, k]
+            With ``topk_ids``: their probabilities.
+        padding_mask : Tensor or None, bool, [T] or x's leading dimensions
+            True where a token is padding, as in `fp8moe.route` (of an attention mask of ones and zeros pass
+            ``attention_mask == 0``). Such tokens go to no expert: their outputs and gradients are zeros, and
+            no weight gets a gradient from them, whatever their values and ids.
+        is_first_microbatch : bool or None
+            True quantises the weights and keeps the copies; False uses the copies of the last forward with
+            True, whose weights must be unchanged; None quantises the weights for this forward only, or uses
+            the copies of `weights_unchanged` inside it. A forward with gradients and None releases the copies
+            that True kept. Compiled code accepts None only.
+
+        Returns
+        -------
+        Tensor, [..., H]
+            The outputs in x's dtype and shape.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a wrong dtype or shape; for a backend that does not support these products on x's device, or a
+            num_sms that it cannot respect.
+        RuntimeError
+            For False if there are no copies, or if a change of the weights is detected.
+        NotImplementedError
+            Inside transforms of torch.func.
+        """
+        if (topk_ids is None) != (topk_probs is None):
+            raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
+        refuse_transforms("FP8FlowMoE")
+        if is_first_microbatch is not None:
+            is_first_microbatch = checks.flag("is_first_microbatch", is_first_microbatch)
+        check_float("x", x)
+        if x.shape[-1:] != (self.hidden,):
+            raise ValueError(
+                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
+            )
+        weights = self.w13, self.w2  # read once: a parametrization may compute other values at each access
+        self._check_weights(*weights)
+        if self._has_explicit_backend() and not torch.compiler.is_compiling():
+            self._check_backend(x)
+        tokens, announced = x.reshape(-1, self.hidden), None
+        padding = padding_of_rows(padding_mask, x)
+        if topk_ids is None or topk_probs is None:
+            self._check_router()
+            announced = self._announced()
+            routed = self.route(tokens) if padding is None else self.route(tokens, padding_mask=padding)
+            if len(routed) != 3:
+                raise ValueError(
+                    f"route: got {len(routed)} results; wanted (rows, ids, probabilities); return the tokens "
+                    "before the other two"
+                )
+            tokens, topk_ids, topk_probs = routed
+        check_tensor("topk_ids", topk_ids)
+        check_float("topk_probs", topk_probs)
+        if self.router is None and topk_ids.shape[-1:] != (self._topk,):
+            raise ValueError(
+                f"topk_ids: got shape {list(topk_ids.shape)}; wanted [T, {self._topk}], by the layer's topk; "
+                "make the layer with the other router's topk"
+            )
+        if padding is not None and topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
+            topk_ids = topk_ids.masked_fill(padding[:, None], -1)
+        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch, announced)
+        # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
+        return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
+
+    def route(self, tokens: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Select the experts of tokens, in the forward; subclasses may override it.
+
+        Parameters
+        ----------
+        tokens : Tensor, floating point, [T, H]
+            Input of the forward, flattened.
+        padding_mask : Tensor or None, bool, [T]
+            The forward's, flattened; a forward without one does not pass it.
+
+        Returns
+        -------
+        tuple of three Tensor
+            Rows [T, H] for the experts, ids [T, k] and probabilities [T, k]. `fp8moe.route` computes them in
+            float32, also under autocast. The rows are the tokens; their gradient is computed together with
+            the router's (see `fp8moe.torch.Router`).
+
+        Raises
+        ------
+        ValueError
+            For a layer without a router.
+        """
+        if self.router is None:
+            raise ValueError(
+                "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
+            )
+        return self.router(tokens, padding_mask=padding_mask, pass_rows=True)  # type: ignore[no-any-return]
+
+    def quantize_weights(self) -> None:
+        """Quantise the weights now and keep the FP8 copies.
+
+        Forwards without gradients use the copies until a forward with gradients or a compiled forward runs,
+        which releases them, or until a change of the weights is detected, including optimizer steps. Not
+        detected, and to be followed by another call, are writes through ``.data`` (also by PEFT's merging) or
+        other memory; writes to weights made under ``torch.inference_mode``; collectives such as
+        ``torch.distributed.broadcast``; replays of a CUDA graph that contains an optimizer step; writes to
+        the shards of ``fully_shard`` other than an optimizer's or ``load_state_dict``'s; with
+        ``process_group=`` operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``. Inside
+        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
+        copies reads the new ones: they are written to the same memory, and a backward that still needs the
+        old ones raises.
+
+        Raises
+        ------
+        TypeError
+            For sharded weights (fully_shard).
+        """
+        if self.recipe == "bf16":
+            return
+        for name in ("w13", "w2"):
+            refuse_partitioned(name, getattr(self, name))
+            if not is_whole(getattr(self, name), self._ranks.mesh):
+                raise TypeError(
+                    f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
+                    "forward only; use weights_unchanged() around the forwards"
+                )
+        self._keep_copies(requested=True)
+
+    @property
+    def fp8_weight_nbytes(self) -> int:
+        """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none."""
+        return 0 if self._copies is None else sum(t.nbytes for t in self._copies.tensors)
+
+    def stats(self) -> LayerStats:
+        """Return statistics of the last forward and backward since ``collect_stats`` was set.
+
+        Returns
+        -------
+        LayerStats
+            See `fp8moe.torch`. The tensors are on the layer's device; only reading them
+            synchronises.
+
+        Raises
+        ------
+        RuntimeError
+            If no statistics were collected.
+        """
+        if self._collector.stats is None:
+            raise RuntimeError(
+                "stats: got no forward with statistics; wanted one; set layer.collect_stats = True before "
+                "it, with an FP8 recipe and outside of torch.compile"
+            )
+        return self._collector.stats
+
+    def router_checksum(self, again: bool = False) -> int:
+        """Return a checksum of the router, by which ranks of expert parallelism detect different ones.
+
+        It is computed in the first forward over several ranks, which it synchronises, and in the first one
+        after `load_state_dict` or with another configuration; all forwards send it with the row counts.
+
+        Parameters
+        ----------
+        again : bool
+            Whether to compute it, instead of returning that of an earlier call.
+
+        Returns
+        -------
+        int
+            31 bits, of the router's configuration and of those of its parameters that this rank has whole; 0
+            without a router, and for one rank.
+        """
+        router, mesh, known = self.router, self._ranks.mesh, self._checksum
+        if router is None or mesh is None:
+            return 0
+        config = router.config if isinstance(router, Router) else None
+        if known is not None and known[0] is config and not again:
+            return known[1]
+        if _capturing(self.w13):  # a transport with a capacity then asks for a forward before the capture
+            return 0
+        value = checksum([w for w in router.parameters() if not _is_freed(w)], config, mesh)
+        self._checksum = config, value
+        return value
+
+    def weights_unchanged(self) -> Any:
+        """Declare the weights constant within a context, as the function `weights_unchanged` for this layer.
+
+        Returns
+        -------
+        context manager
+            The context of `weights_unchanged`.
+        """
+        return weights_unchanged(self)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self._hidden} x {self._ffn}, {self._num_experts} experts, top-{self.topk}"
+        options = ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
+        return f"{sizes}, {options}, {self._ranks}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies of the layer do not share its FP8 weights
+        own: dict[str, Any] = {"_kept": None, "_declared": {}, "_collector": Collector()}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = handle_of(self)
+
+    def _announced(self) -> dict[str, Any] | None:
+        """What ranks tell each other about the router, as fields of `Settings`."""
+        if self.router is None or self._ranks.mesh is None:
+            return None
+        w = getattr(self.router, "weight", None)
+        sums = torch.is_grad_enabled() and isinstance(w, DTensor) and w.requires_grad
+        return {"router": self.router_checksum, "sums_router": sums}
+
+    def _experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        first: bool | None,
+        announced: dict[str, Any] | None,
+    ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return self._run_eagerly(x, ids, probs, weights, first, announced)
+        if self.recipe == "bf16":
+            return self._in_bf16(x, ids, probs, weights, announced)
+        if self.collect_stats:
+            raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
+        own = self._own_experts(*weights)
+        return self._multiply(x, ids, probs, weights, own, self._compiled_copies(own, first), announced)
+
+    def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
+        """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
+        would mean no expert, and torch's grouped product reads weights on the meta device as if they had
+        values."""
+        hidden, ffn = self._hidden, self._ffn
+        shapes = (self._options.activation.columns(ffn), hidden), (hidden, ffn)
+        for name, w, shape in zip(("w13", "w2"), (w13, w2), shapes, strict=True):
+            check_float(name, w, may_be_sharded=True)
+            check_own_experts(name, w, self._ranks.mesh)  # before the router's, as one check for both
+            experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
+            if w.shape != (experts, *shape):
+                refuse_partitioned(name, w)
+                raise ValueError(
+                    f"{name}: got shape {list(w.shape)}; wanted {[experts, *shape]}, by the layer's "
+                    "num_experts, hidden and ffn; make a layer of the weights' sizes and load them"
+                )
+
+    def _check_router(self) -> None:
+        """Checks the router's weight, as `_check_weights`: ids beyond the layer's experts would mean no
+        expert."""
+        wanted = self.num_experts, self.hidden
+        if isinstance(self.router, Router) and self.router.weight.shape != wanted:
+            refuse_partitioned("router.weight", self.router.weight)
+            raise ValueError(
+                f"router.weight: got shape {list(self.router.weight.shape)}; wanted {list(wanted)}, by the "
+                "layer's num_experts and hidden"
+            )
+
+    def _has_explicit_backend(self) -> bool:
+        """Whether a backend or num_sms was given."""
+        return self._options.backend is not None or self._options.num_sms is not None
+
+    def _check_backend(self, x: Tensor) -> None:
+        options = self._options
+        check_backend(
+            x,
+            options.backend,
+            options.num_sms,
+            recipe=options.recipe,
+            activation=options.activation,
+            dtype="bfloat16",
+            experts=self._num_experts // self._ranks.size,
+            hidden=self._hidden,
+            ffn=self._ffn,
+            gradients=GRADIENTS if torch.is_grad_enabled() else (),
+        )
+
+    # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
+    @torch.compiler.disable
+    def _run_eagerly(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        first: bool | None,
+        announced: dict[str, Any] | None,
+    ) -> Tensor:
+        if self.recipe == "bf16":
+            return self._in_bf16(x, ids, probs, weights, announced)
+        recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
+        own = self._own_experts(*weights)
+        copies = self._copies_of_forward(own, recording, first)
+        return self._multiply(x, ids, probs, weights, own, copies, announced)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        weights: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        copies: list[Quantized],
+        announced: dict[str, Any] | None,
+    ) -> Tensor:
+        """own: `_own_experts` of the weights. announced: from `_announced`."""
+        options = self._options
+        return experts(
+            x.contiguous(),
+            *own,
+            ids.contiguous(),
+            probs.contiguous(),
+            copies,
+            recipe=options.recipe,
+            recompute=options.recompute,
+            activation=options.activation,
+            backend=options.backend,
+            num_sms=options.num_sms,
+            comm=self._ranks.comm,
+            ffn=self._ffn if self._ffn % FP8_BLOCK[1] else None,
+            parameters=weights,
+            handle=self._handle,
+            collector=self._collector if self._collect_stats else None,
+            announced=announced,
+        )
+
+    def _own_experts(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        mesh = self._ranks.mesh
+        return own_experts("w13", w13, mesh), own_experts("w2", w2, mesh)
+
+    # ---- FP8 weight copies of a forward
+
+    def _copies_of_forward(
+        self, own: tuple[Tensor, Tensor], recording: bool, first: bool | None
+    ) -> list[Quantized]:
+        copies, capturing = self._copies, _capturing(own[0])
+        usable = copies is not None and copies.current and (capturing or not copies.of_capture)
+        if first is None and not self._declared:
+            requested = copies if copies is not None and copies.requested else None
+            if recording or requested is None or not usable or requested.recorded or requested.changed(self):
+                if recording or requested is not None:  # micro-batches may go on with theirs
+                    self._release_copies()
+                return self._quantize_copies(own)
+        elif first or not usable:
+            if first is False:
+                raise RuntimeError(
+                    "is_first_microbatch: got False, and there are no FP8 copies of the weights; wanted True "
+                    "for the first forward after the weights have changed"
+                )
+            copies = self._keep_copies()
+        elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
+            raise _changed_error(changed, copies.overwritten, is_parametrized(self, changed))  # type: ignore[union-attr]
+        assert copies is not None
+        if capturing:
+            copies.captured, self._kept = True, copies
+        copies.recorded |= recording
+        return copies.records
+
+    def _compiled_copies(self, own: tuple[Tensor, Tensor], first: bool | None) -> list[Quantized]:
+        if first is not None:
+            raise ValueError(
+                f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
+            )
+        copies = self._copies
+        if self._declared:
+            if copies is not None and copies.overwritten:
+                raise _changed_error("w13, w2", copies.overwritten)
+            if copies is not None and copies.current and not copies.of_capture:
+                return copies.records
+        elif copies is not None:
+            self._release_copies()
+        return list(quantize_fp8_weights(*own, activation=self.activation))
+
+    @property
+    def _copies(self) -> _Copies | None:
+        if self._kept is not None:
+            return self._kept
+        for declared in self._declared.values():
+            if declared.copies is not None:
+                return declared.copies
+        return None
+
+    @torch.compiler.disable  # as `_keep_copies`
+    def _declare(self, opening: weakref.ref[Opening]) -> None:
+        """Declare the weights unchanged as long as a context is open. No interrupt can prevent the end: it is
+        a callback in C, ``dict.pop``, which also releases the copies."""
+        first, whole = not self._declared, all(is_whole(w, self._ranks.mesh) for w in (self.w13, self.w2))
+        if first:
+            self._release_copies()
+        number = next(_numbers)
+        end = weakref.ref(cast(Opening, opening()), partial(self._declared.pop, number))
+        self._declared[number] = _Declared(end, {} if whole else {"w13": self.w13, "w2": self.w2})
+        if first and whole:
+            self._keep_copies()
+
+    @torch.compiler.disable  # Dynamo makes StorageWeakRefs without attributes, whose __del__ raises
+    def _keep_copies(self, requested: bool = False) -> _Copies:
+        """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
+        requested: by quantize_weights()."""
+        for name in ("w13", "w2"):
+            w = getattr(self, name)
+            if _is_freed(w):
+                raise TypeError(
+                    f"{name}: got a weight that FullyShardedDataParallel gathers for its forward only; "
+                    "wanted the whole weight; use fully_shard in its place, or leave out "
+                    "weights_unchanged() and quantize_weights()"
+                )
+            if w is not getattr(self, name):
+                raise RuntimeError(
+                    f"{name}: got a weight that is computed anew on each access (a parametrization), so that "
+                    "it cannot be known to be unchanged; wanted the context "
+                    "torch.nn.utils.parametrize.cached() around this one"
+                )
+        old, target = self._copies, None
+        if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
+            target = old.records
+        if target is None:
+            old = None
+            self._drop_copies()  # first, to avoid holding two sets
+        else:  # in this order: an interrupt may leave a part of the old ones
+            old.valid = False  # type: ignore[union-attr]
+            # makes autograd reject a backward that saved the old copies
+            torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
+        _layers_with_copies[id(self)] = self
+        codes = self._quantize_copies(self._own_experts(self.w13, self.w2), target)
+        new = _Copies(self, codes, requested, captured=target is not None)
+        for declared in self._declared.values():
+            if not new.captured:
+                declared.copies = new
+                return new
+        self._kept = new
+        return new
+
+    def _quantize_copies(
+        self, own: tuple[Tensor, Tensor], target: list[Quantized] | None = None
+    ) -> list[Quantized]:
+        # not inference tensors, because a backward could not use them
+        with torch.inference_mode(False), torch.no_grad():
+            out = None if target is None else (target[0], target[1])
+            return list(quantize_fp8_weights(*own, activation=self.activation, out=out))
+
+    def _release_copies(self) -> None:
+        """Drops the kept copies, or only invalidates them if a captured graph reads them."""
+        if self._kept is not None and self._kept.captured:
+            self._kept.valid = False
+        else:
+            self._drop_copies()
+
+    def _drop_copies(self) -> None:
+        self._kept = None
+        for declared in self._declared.values():
+            declared.copies = None
+
+    def _in_bf16(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        parameters: tuple[Tensor, Tensor],
+        announced: dict[str, Any] | None,
+    ) -> Tensor:
+        weights = self._own_experts(*parameters)
+        x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
+        options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
+        options["announced"] = announced
+        comm = options["comm"] = self._ranks.comm
+        # torch's products are neither divided into chunks nor, with several ranks, compiled
+        divided = comm is not None and (chunks_of(comm) > 1 or torch.compiler.is_compiling())
+        has_main_grad = any(main_grad_of(w) is not None for w in parameters)
+        if (
+            not self._has_explicit_backend()
+            and self.hidden % 8 == self.ffn % 8 == 0
+            and not (divided or has_main_grad)
+        ):
+            return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
+        options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
+        options |= {"handle": self._handle, "parameters": parameters}
+        return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
+
+
+def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    # with a capacity, a rank that loads a state dict alone would be alone in comparing headers, too
+    if layer._checksum is not None and capacity_of(layer._ranks.comm) is None:
+        layer._checksum = None
+    refuse_codes(layer, state, prefix)
+    for name in ("w13", "w2"):
+        if prefix + name in state:
+            shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
+            state[prefix + name] = shard
+            if layer._copies is not None:  # fully_shard gathers the new weights without a trace
+                layer._copies.overwritten = "load_state_dict()"
+
+
+def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
+    """Declare the weights of a model's `FP8FlowMoE` layers constant within a context.
+
+    One set of FP8 copies then serves all forwards inside: the micro-batches of one optimizer step, or
+    inference. The copies are made on entry (for sharded weights: in the first forward inside, except in
+    compiled code) and released on exit, except those that backwards still need or that a CUDA graph was
+    captured with; the latter are updated in place by ``quantize_weights()`` and by entering the context
+    again. Contexts may be nested.
+
+    Parameters
+    ----------
+    model : Module
+        A layer, or a module that contains layers. Nothing else is affected: `moe_experts`, and transformers'
+        experts with this library's implementation, quantise plain weights in every forward.
+
+    Returns
+    -------
+    context manager
+        The context; it can be entered several times.
+
+    Raises
+    ------
+    TypeError
+        For anything else than a module.
+    RuntimeError
+        In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
+        optimizer that steps them or, as those of DeepSpeed and Megatron-LM do, tensors that are no
+        parameters; ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
+        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``; of
+        DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``; and in-place
+        operations on weights made under ``torch.inference_mode``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.torch import FP8FlowMoE, weights_unchanged
+    >>> layer = FP8FlowMoE(64, 128, num_experts=4, topk=2)
+    >>> with weights_unchanged(layer):
+    ...     for _ in range(2):
+    ...         layer(torch.ones(3, 64)).sum().backward()
+    ...     nbytes = layer.fp8_weight_nbytes
+    >>> nbytes > 0, layer.fp8_weight_nbytes
+    (True, 0)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a ModuleList of layers")
+    return _Unchanged(model)
+
+
+class _Unchanged(Scope):
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    @torch.compiler.disable  # of a block in compiled code, which breaks the graph
+    def __enter__(self) -> None:
+        super().__enter__()
+
+    def enter(self, opening: weakref.ref[Opening]) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, FP8FlowMoE) and layer.recipe != "bf16":
+                layer._declare(opening)
+
+
+@dataclass
+class _Declared:
+    """What a layer holds while a weights_unchanged() context is open. shards: weights that fully_shard
+    replaces in the context's forwards."""
+
+    end: Any
+    shards: dict[str, Tensor]
+    copies: _Copies | None = None
+
+
+_numbers = itertools.count()  # of declarations
+
+#: existing layers with kept copies, by their id
+_layers_with_copies: weakref.WeakValueDictionary[int, FP8FlowMoE] = weakref.WeakValueDictionary()
+
+
+def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Marks copies as outdated after an optimizer step: fused optimizers do not increment version counters.
+
+    DeepSpeed, Megatron-LM and Apex step tensors of their own, in float32 or flattened, which are no
+    parameters, and write the weights from them through ``.data``. Such a step outdates the copies of all
+    weights that require a gradient."""
+    # a list of its own, as other threads may add layers
+    layers = [layer for layer in (ref() for ref in _layers_with_copies.valuerefs()) if layer is not None]
+    layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
+    if not layer_copies:
+        return
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    written = {id(p) for p in stepped if _may_be_stepped(p)}
+    of_an_engine = not all(isinstance(p, nn.Parameter) for p in stepped)
+    name = type(optimizer).__name__
+    for layer, copies in layer_copies:
+        weights = [w for _, w in copies.weights_of(layer)]
+        if not written.isdisjoint(map(id, weights)):
+            copies.overwritten = f"a step of {name}"
+        elif of_an_engine and any(map(_may_be_stepped, weights)):
+            copies.overwritten = (
+                f"{engine_of(weights[0])}, where {name} has stepped tensors that are no module's parameters; "
+                "weights that it leaves alone need requires_grad_(False)"
+            )
+
+
+def _may_be_stepped(p: Tensor) -> bool:
+    """Optimizers skip parameters without a gradient; of one that requires it, the gradient may be
+    elsewhere."""
+    return p.requires_grad or p.grad is not None
+
+
+register_optimizer_step_post_hook(_mark_outdated)
+
+
+class _Copies:
+    """FP8 copies of a layer's weights that persist between forwards.
+
+    requested: by quantize_weights(), for all forwards without gradients, and not for micro-batches only:
+        outside of a context, writes to the shards of ``fully_shard`` would not be detected.
+    valid: whether nothing has outdated them. overwritten: what has written the weights since without a
+        trace, an optimizer or load_state_dict(), or "". recorded: a forward with gradients has used them, so
+        an optimizer step may have followed undetected.
+    captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
+        only after a replay.
+    """
+
+    def __init__(self, layer: FP8FlowMoE, records: list[Quantized], requested: bool, captured: bool):
+        self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
+        self.valid, self.overwritten, self.recorded, self.captured = True, "", False, captured
+        self.of_capture = _capturing(layer.w13)
+        self._declared, self._number = layer._declared, next(iter(layer._declared), None)
+        self._shards = {} if self._number is None else layer._declared[self._number].shards
+        self._weight_states = [(_storage(w), _view(w), _version(w)) for _, w in self.weights_of(layer)]
+
+    @property
+    def current(self) -> bool:
+        """Whether they may be used: no longer than the context that they were made in is open."""
+        return self.valid and (self._number is None or self._number in self._declared)
+
+    def weights_of(self, layer: FP8FlowMoE) -> list[tuple[str, Tensor]]:
+        """The current weights, and the shards that ``fully_shard`` gathers them from without a trace."""
+        return [("w13", layer.w13), ("w2", layer.w2), *self._shards.items()]
+
+    def changed(self, layer: FP8FlowMoE) -> str | None:
+        """Name of a weight that has detectably changed, or None."""
+        weights = self.weights_of(layer)
+        for (name, w), (storage, view, version) in zip(weights, self._weight_states, strict=True):
+            if self.overwritten or (view, version) != (_view(w), _version(w)):
+                return name
+            if storage.expired() or storage != _storage(w):
+                return name
+        return None
+
+
+def _storage(w: Tensor) -> StorageWeakRef:
+    """Reference to the storage: fully_shard gathers weights into the same storage at another address."""
+    return StorageWeakRef(_kept_tensor_of(w).untyped_storage())
+
+
+def _view(w: Tensor) -> Any:
+    """Position in the storage: several sets of weights may share one buffer."""
+    w = _kept_tensor_of(w)
+    return w.storage_offset(), w.stride()
+
+
+def _is_freed(w: Tensor) -> bool:
+    """Whether it is a weight of FullyShardedDataParallel outside of its forward: without memory, whose
+    address must not be read, or with use_orig_params a part of a vector."""
+    freed = _kept_tensor_of(w).untyped_storage().nbytes() == 0
+    return freed or (w.ndim == 1 and hasattr(w, "_fsdp_flattened"))
+
+
+def _version(w: Tensor) -> Any:
+    """An in-place operation on a DTensor increments its own version, one on its local tensor that one's."""
+    return [None if t.is_inference() else t._version for t in (w, _kept_tensor_of(w))]
+
+
+def _kept_tensor_of(w: Tensor) -> Tensor:
+    """The tensor whose memory holds the values between forwards: of a DTensor the local one, of a weight of
+    ZeRO-3, which has other memory in every forward, this rank's part."""
+    return w._local_tensor if isinstance(w, DTensor) else getattr(w, "ds_tensor", w)
+
+
+def _changed_error(name: str, by: str, parametrized: bool = False) -> RuntimeError:
+    if parametrized:
+        return RuntimeError(
+            f"{name}: got a weight that a parametrization has computed anew, as PEFT's target_parameters do "
+            "in each forward, although it was declared unchanged; wanted the same weight; leave "
+            "weights_unchanged(), or merge the adapter into the weights before it"
+        )
+    return RuntimeError(
+        f"{name}: got changed weights although they were declared unchanged{by and f' (by {by})'}; wanted "
+        "the same weights; leave weights_unchanged() before the optimizer's step, or pass "
+        "is_first_microbatch=True after it"
+    )
+
+
+def _capturing(w: Tensor) -> bool:
+    return w.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,1 @@
+"""Transformer Engine's permutation functions, for torch and for JAX, under its own names."""

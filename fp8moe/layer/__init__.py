@@ -1,0 +1,1 @@
+"""The expert layer, composed of operations: its options, its precision recipes, forward and backward."""

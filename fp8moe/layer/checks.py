@@ -1,0 +1,443 @@
+"""Checks of the expert layer's arguments: before anything is computed, sent, or added to a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fp8moe.activation import Activation
+from fp8moe.expert_parallel.protocols import check_comm
+from fp8moe.formats import BFLOAT16, round_up
+from fp8moe.layer.permuted_rows import PlacedRows
+from fp8moe.layer.recipes import (
+    ALIGN_SIZE,
+    GRADIENTS,
+    RECIPES,
+    RECOMPUTE,
+    Saved,
+    SavedForWeights,
+    parts_of,
+)
+from fp8moe.ops.grouped_gemm import (
+    BACKENDS,
+    check_limit,
+    not_on_cpu,
+)
+from fp8moe.ops.quantize import times_overwritten
+from fp8moe.records import PermutationPlan, Quantized, QuantTensor
+from fp8moe.runtime import checks
+from fp8moe.runtime.call import load_backend
+from fp8moe.runtime.dispatch import NOWHERE, Call, enter, operation
+from fp8moe.runtime.interop import Device
+from fp8moe.runtime.record_trees import is_metadata
+
+
+def check_gradients(gradients: Any) -> None:
+    if isinstance(gradients, str) or not isinstance(gradients, Collection) or hasattr(gradients, "dtype"):
+        raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
+    for name in gradients:
+        checks.choice("gradients", name, GRADIENTS)
+
+
+def check_layer(
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
+    **arrays: Any,
+) -> None:
+    call = enter(**arrays)
+    a = call.args
+    _check_rows_and_weights(recipe, activation, a)
+    checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
+    checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
+    checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
+    checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
+
+
+@operation
+def check_before_sending(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
+) -> None:
+    """`check_layer` as an operation, so that it runs once per set of shapes."""
+    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+    check_layer(recipe, activation, backend, num_sms, gradients, **given)
+
+
+def check_permuted(
+    recipe: str,
+    activation: Activation,
+    align_size: int,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
+    **arrays: Any,
+) -> None:
+    call = enter(**arrays)
+    a = call.args
+    if isinstance(a.x, QuantTensor):
+        if recipe == "bf16":
+            raise TypeError(
+                'x: got a QuantTensor with recipe "bf16"; wanted an array; pass fp8moe.dequantize(x)'
+            )
+        checks.quant_tensor("x", a.x, ((1, 128),))
+        if recipe == "fp8_flow" and "dw13" in gradients:  # which transposes x
+            checks.powers_of_two(call, "x", a.x)
+    experts = _check_rows_and_weights(recipe, activation, a)
+    checks.dtype("tokens_per_expert", a.tokens_per_expert, checks.INTEGERS)
+    checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
+    checks.dtype("probs", a.probs, checks.FLOATS)
+    checks.shape("probs", a.probs, (a.x.shape[0],))
+    wanted = ALIGN_SIZE[recipe]
+    if align_size != 1 and align_size % wanted:
+        raise ValueError(
+            f"align_size: got {align_size}; wanted 1 for rows without padding, or a multiple of {wanted} for "
+            f"recipe {recipe!r}"
+        )
+    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
+
+
+def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
+    """Check x and the weights; returns the number of experts."""
+    quantized = recipe != "bf16"
+    checks.shape("x", a.x, ("T", "H"))
+    if not isinstance(a.x, QuantTensor):
+        fix = 'pass x in bfloat16 (ml_dtypes.bfloat16 in NumPy and CuPy), or recipe="bf16"'
+        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS, fix if quantized else "")
+    hidden = a.x.shape[1]
+    for name in ("w13", "w2"):
+        w = getattr(a, name)
+        if isinstance(w, Quantized):
+            if not quantized:
+                raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
+            for side in ("rowwise", "columnwise"):
+                checks.quant_tensor(f"{name}.{side}", getattr(w, side), ((128, 128),))
+            checks.shape(f"{name}.rowwise", w.rowwise, ("E", "N", "K"))
+            checks.shape(f"{name}.columnwise", w.columnwise, w.rowwise.shape)
+            orientations = w.rowwise.transposed, w.columnwise.transposed
+            if orientations != (False, True):
+                raise ValueError(
+                    f"{name}: got rowwise and columnwise with transposed={orientations}; wanted (False, "
+                    f"True); pass fp8moe.quantize_weights({name})"
+                )
+            setattr(a, name, w.rowwise)
+        else:
+            checks.dtype(
+                name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w, quantized)
+            )
+    rows = "2F" if activation.gated else "F"
+    checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
+    experts, width, _ = a.w13.shape
+    if width % activation.columns(128 if quantized else 1):
+        ffn = round_up(activation.width(width), 128)
+        options = f"parts=2, rows={ffn}" if activation.gated else f"rows={ffn}"
+        wanted = (
+            "twice a multiple of 128, so that no block spans both halves"
+            if activation.gated
+            else "a multiple of 128"
+        )
+        wanted += f"; pass quantize_weights(w13, {options}) and quantize_weights(w2, columns={ffn})"
+        raise ValueError(f"w13: got {rows} = {width}; wanted {wanted if quantized else 'an even number'}")
+    fix = _stored_transposed(a.w2, 2, hidden, quantized)
+    checks.shape("w2", a.w2, (experts, hidden, activation.width(width)), fix)
+    return int(experts)
+
+
+def _in_one(name: str, w: Any, quantized: bool) -> str:
+    """How to pass w1 and w3, which came in a tuple, for errors."""
+    if name != "w13" or not isinstance(w, tuple):
+        return ""
+    return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
+
+
+def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:
+    """How to pass weights that are stored transposed, as w seems to be: its dimension ``axis`` is H. Names
+    both weights, because the other may be transposed and square."""
+    if isinstance(w, QuantTensor) or len(w.shape) != 3:
+        return ""
+    if w.shape[axis] != hidden or w.shape[3 - axis] == hidden:
+        return ""
+    if quantized:
+        return "pass weights stored [E, in, out] as quantize_weights(w13, transposed=True), and w2 likewise"
+    return "pass contiguous copies of weights stored [E, in, out], with the last two dimensions swapped"
+
+
+def _check_backend_of(
+    call: Call,
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
+) -> None:
+    """`check_backend` for arrays that `_check_rows_and_weights` has checked."""
+    if backend is None and num_sms is None:
+        return
+    w13, w2 = call.args.w13, call.args.w2
+    check_backend(
+        backend,
+        call.device,
+        recipe=recipe,
+        activation=activation,
+        dtype=w13.dtype.name if recipe == "bf16" else "",
+        experts=w13.shape[0],
+        hidden=w13.shape[2],
+        ffn=w2.shape[2],
+        gradients=gradients,
+        num_sms=num_sms,
+    )
+
+
+def check_backend(
+    backend: str | None,
+    device: Device,
+    *,
+    recipe: str,
+    activation: Activation,
+    dtype: str,
+    experts: int,
+    hidden: int,
+    ffn: int,
+    gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
+) -> None:
+    """Raise, before anything is computed, if the backend does not support every GEMM of a layer on a device,
+    or a GEMM does not support ``num_sms``.
+
+    dtype: dtype of the operands for "bf16". ffn: F without the padding of FP8 weights. Requirements on the
+    number of rows or on the alignment of arrays are not checked here.
+
+    Raises ValueError, and TypeError for a dtype.
+    """
+    checks.choice("backend", backend, BACKENDS)
+    num_sms = check_limit(num_sms)
+    options = {n: v for n, v in (("backend", backend), ("num_sms", num_sms)) if v is not None}
+    if not options or device == NOWHERE:
+        return
+    if device == "cpu":
+        raise not_on_cpu(*next(iter(options.items())))
+    width = ffn if recipe == "bf16" else round_up(ffn, 128)
+    load_backend(device, "grouped_gemm").check_layer(
+        backend,
+        num_sms,
+        device,
+        operands=dtype if recipe == "bf16" else "e4m3",
+        experts=experts,
+        hidden=hidden,
+        columns=activation.columns(width),
+        width=width,
+        ffn=ffn,
+        gradients=tuple(gradients),
+    )
+
+
+def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
+    """Check the kinds of a record's fields, which `dataclasses.replace` may have altered; arrays: the names
+    of those that are arrays or None."""
+    for field, wanted in (("recipe", RECIPES), ("recompute", RECOMPUTE), ("backend", BACKENDS)):
+        checks.choice(f"{name}.{field}", getattr(record, field), wanted)
+    if record.num_sms is not None:
+        checks.integer(f"{name}.num_sms", record.num_sms, 2)
+    checks.options(f"{name}.activation", record.activation, Activation)
+    if not isinstance(record.plan, (PermutationPlan, PlacedRows)):
+        raise TypeError(f"{name}.plan: got {type(record.plan).__name__}; wanted the forward's")
+    later = record.later
+    if type(later) is not tuple or not all(isinstance(chunk, type(record)) for chunk in later):
+        raise TypeError(
+            f"{name}.later: got {type(later).__name__}; wanted a tuple of {type(record).__name__}"
+        )
+    for field in arrays:
+        value = getattr(record, field)
+        if value is None:
+            continue
+        if is_metadata(value) or isinstance(value, (list, tuple)):
+            raise TypeError(f"{name}.{field}: got {type(value).__name__}; wanted the forward's array")
+        if isinstance(value, QuantTensor) != (record.recipe != "bf16" and field in _IN_FP8):
+            raise TypeError(
+                f"{name}.{field}: got a {type(value).__name__}; wanted what {record.recipe!r} saves"
+            )
+
+
+_IN_FP8 = frozenset(("x", "a", "dy", "dh"))
+
+
+def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
+    """Check that the forward saved what the gradients need, and that no FP8 weight was overwritten since.
+    Returns the gradients."""
+    if not isinstance(saved, Saved):
+        raise TypeError(f"saved: got {type(saved).__name__}; wanted the second result of moe_forward")
+    check_fields("saved", saved, ("probs", "x", "h", "a"))
+    for field in ("w13", "w2"):
+        weight = getattr(saved, field)
+        if weight is None:
+            continue
+        quantised = isinstance(weight, (Quantized, QuantTensor))
+        if is_metadata(weight) or isinstance(weight, (list, tuple)) or quantised != (saved.recipe != "bf16"):
+            raise TypeError(f"saved.{field}: got {type(weight).__name__}; wanted the forward's weights")
+    if type(saved.overwritten) is not tuple or len(saved.overwritten) != 2:
+        raise TypeError(f"saved.overwritten: got {type(saved.overwritten).__name__}; wanted the forward's")
+    check_gradients(gradients)
+    if gradients and saved.w13 is None:
+        raise ValueError(
+            "saved: got the record of a forward with gradients=(), which saves no tensors; wanted these "
+            "gradients in the forward's gradients, too"
+        )
+    if saved.w2 is None and not {*gradients} <= {"dw2"}:
+        raise TypeError("saved.w2: got None; wanted the forward's weights")
+    requirements = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
+    for name, saved_tensor, dependents in requirements:
+        missing = [gradient for gradient in gradients if gradient in dependents]
+        if missing and saved_tensor is None and not saved.recompute:
+            raise ValueError(
+                f"gradients: got {missing[0]!r}, but saved.{name} is None; wanted it in the forward's "
+                "gradients, too"
+            )
+    for name, w, count in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
+        now = None if count is None or w is None else times_overwritten(w, name)
+        if now is not None and now != count:  # None also if only shapes are known
+            raise RuntimeError(
+                f"{name}: got FP8 codes that quantize_weights has overwritten since the forward; wanted "
+                "those that the forward read; run the backward first, or quantise without out="
+            )
+    if comm is not None:
+        check_comm(comm)
+    if (comm is None) != (saved.route is None):
+        raise ValueError(
+            f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward "
+            "(saved.route)"
+        )
+    return tuple(gradients)
+
+
+def check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) -> None:
+    call = enter(dy=dy, w13=saved.w13)
+    a = call.args
+    quantized = saved.recipe != "bf16"
+    if isinstance(a.dy, QuantTensor):
+        if not quantized:
+            raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
+        checks.quant_tensor("dy", a.dy, ((1, 128),))
+        if saved.recipe == "fp8_flow" and "dw2" in gradients:  # which transposes dy
+            checks.powers_of_two(call, "dy", a.dy)
+    else:
+        weight_dtypes = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
+        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else weight_dtypes)
+    checks.shape("dy", a.dy, (tokens, "H" if a.w13 is None else _hidden(a.w13)))
+
+
+def _hidden(w13: Any) -> int:
+    return int((w13.columnwise if isinstance(w13, Quantized) else w13).shape[2])
+
+
+@operation
+def check_backward(
+    saved: Saved,
+    dy: Any,
+    dw13: Any,
+    dw2: Any,
+    dtype: str,
+    gradients: Collection[str],
+    ffn: int | None,
+    tokens: int,
+) -> None:
+    """Check all arguments of `moe_backward`, before anything is sent, or added to dw13 or dw2. An operation,
+    so that it runs once per set of shapes. tokens: rows of dy."""
+    check_dy(saved, dy, gradients, tokens)
+    kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
+    quantized = saved.recipe != "bf16"
+    # the column-wise codes are always saved
+    weight_shapes = [
+        None if w is None else tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2)
+    ]
+    _check_outputs(saved, kept, weight_shapes, dw13, dw2, dtype, ffn)
+
+
+def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
+    """Check all arguments of `moe_backward_weight`, before anything is added."""
+    kept = {name: getattr(operands, name) for name in ("dy", "a", "dh", "x")}
+    experts = operands.plan.expert_offsets.shape[0] - 1
+    weight_shapes = [
+        None if left is None else (experts, left.shape[1], right.shape[1])
+        for left, right in ((operands.dh, operands.x), (operands.dy, operands.a))
+    ]
+    kept = {name: value for name, value in kept.items() if value is not None}
+    _check_outputs(operands, kept, weight_shapes, dw13, dw2, dtype, ffn)
+
+
+def _check_outputs(
+    saved: Saved | SavedForWeights,
+    kept: dict[str, Any],
+    weight_shapes: Sequence[tuple[int, ...] | None],
+    dw13: Any,
+    dw2: Any,
+    dtype: str,
+    ffn: int | None,
+) -> None:
+    """Check the accumulators of weight gradients of the given shapes; they must not overlap ``kept``."""
+    checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
+    separate, gated = isinstance(dw13, tuple), saved.activation.gated
+    if separate and not gated:
+        raise ValueError(
+            f"dw13: got two with {saved.activation}, which has no gate; wanted one array or None"
+        )
+    if (separate or ffn is not None) and saved.recipe != "fp8_flow":
+        argument = "dw13: got two" if separate else "ffn: got one"
+        raise ValueError(f'{argument} with recipe {saved.recipe!r}; wanted "fp8_flow"')
+    shape_w13, shape_w2 = weight_shapes
+    if ffn is not None:
+        if not separate and gated:
+            raise ValueError(
+                f"dw13: got one with ffn={ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
+            )
+        if shape_w13 is not None:
+            checks.integer("ffn", ffn, 1, saved.activation.width(shape_w13[1]))
+            shape_w13 = shape_w13[0], ffn, shape_w13[2]
+        if shape_w2 is not None:
+            checks.integer("ffn", ffn, 1, shape_w2[2])
+            shape_w2 = *shape_w2[:2], ffn
+    elif separate and shape_w13 is not None:
+        shape_w13 = shape_w13[0], shape_w13[1] // 2, shape_w13[2]
+    given = dw13 if any(part is not None for part in parts_of(dw13)) else None
+    arrays = enter(**kept, dw13=given, dw2=dw2).args.__dict__
+    outs = parts_of(arrays.pop("dw13")), (arrays.pop("dw2"),)
+    names = ("dw13[0]", "dw13[1]") if separate else ("dw13",)
+    outputs = [*zip(names, (shape_w13, shape_w13), outs[0], strict=False), ("dw2", shape_w2, *outs[1])]
+    for name, shape, out in outputs:
+        if out is None or shape is None:
+            continue
+        checks.dtype(name, out, checks.FLOATS)
+        checks.shape(name, out, shape)
+        checks.writable(name, out, **arrays)
+        arrays[name] = out
+
+
+def check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
+    """Check that no accumulator is given for a gradient that is not requested."""
+    if isinstance(dw13, tuple) and len(dw13) != 2:
+        raise ValueError(
+            f"dw13: got a tuple of {len(dw13)}; wanted an array, or a tuple of two, of w1 and w3"
+        )
+    for name, given in (("dw13", dw13), ("dw2", dw2)):
+        if any(part is not None for part in parts_of(given)) and name not in gradients:
+            raise ValueError(f"{name}: got an array to add to, but gradients has no {name!r}; wanted both")
+
+
+def check_sums(dtype: str, gradients: Collection[str], dw13: Any, dw2: Any) -> None:
+    """Check that the chunks' gradients are not summed in a new bfloat16 array; the caller may pass one."""
+    for name, given in (("dw13", dw13), ("dw2", dw2)):
+        if dtype == "bfloat16" and name in gradients and all(out is None for out in parts_of(given)):
+            raise ValueError(
+                f"dtype: got {dtype!r} with overlap_chunks, which would round the sum after each chunk; "
+                f"wanted 'float32', or an array to add to as {name}"
+            )

@@ -1,0 +1,820 @@
+"""The expert layer: forward and backward, in one process or over ranks, in three precision recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from fp8moe.activation import SWIGLU, Activation
+from fp8moe.expert_parallel import (
+    Comm,
+    Dispatched,
+    DispatchedRows,
+    combine,
+    overflow,
+)
+from fp8moe.expert_parallel.exchange import prepare_dispatch
+from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
+from fp8moe.expert_parallel.protocols import Settings, capacity_of, check_comm, chunks_of, with_spare
+from fp8moe.layer.checks import (
+    check_backward,
+    check_before_sending,
+    check_dy,
+    check_fields,
+    check_gradients,
+    check_layer,
+    check_operands,
+    check_permuted,
+    check_saved,
+    check_sums,
+    check_wanted,
+)
+from fp8moe.layer.permuted_rows import (
+    PlacedRows,
+    pad_rows,
+    place_rows,
+    unpad_rows,
+)
+from fp8moe.layer.recipes import (
+    ALIGN_SIZE,
+    FORMAT_BETWEEN_RANKS,
+    GRADIENTS,
+    RECIPES,
+    RECOMPUTE,
+    STEPS,
+    Saved,
+    SavedForWeights,
+    cast,
+)
+from fp8moe.ops.grouped_gemm import (
+    BACKENDS,
+    check_limit,
+    products_by,
+)
+from fp8moe.ops.plan import plan_topk, static_bound
+from fp8moe.ops.quantize import quantize, quantize_parts, times_overwritten
+from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor
+from fp8moe.runtime import checks, counters
+from fp8moe.runtime.dispatch import operation
+
+
+def quantize_weights(
+    x: ArrayLike | tuple[ArrayLike, ...],
+    *,
+    fmt: str = "e4m3",
+    parts: int = 1,
+    rows: int | None = None,
+    columns: int | None = None,
+    transposed: bool = False,
+    out: Quantized | None = None,
+) -> Quantized:
+    """Quantise weights in (128, 128) blocks, row-wise and transposed, reading them once.
+
+    To be called once per step, for all micro-batches. No option makes an intermediate copy.
+
+    Parameters
+    ----------
+    x : ArrayLike, bfloat16, float16 or float32, [E, N, K], or a tuple of them
+        The weights of all experts. The rows of several arrays, such as (w1, w3), are concatenated.
+    fmt : "e4m3" or "e5m2"
+        Format of the codes.
+    parts : int
+        Number of equal parts of one array's rows: 2 for w13.
+    rows : int or None
+        Rows of each part in the result, filled with zeros. A multiple of 128 if there are several parts.
+    columns : int or None
+        Columns of the result, filled with zeros.
+    transposed : bool
+        Whether x is stored transposed, [E, K, N].
+    out : Quantized or None
+        The previous step's result, whose memory is overwritten (see `quantize`). `moe_backward` of a forward
+        that read the old codes then raises.
+
+    Returns
+    -------
+    Quantized
+        ``rowwise`` for the forward; ``columnwise``, stored transposed, for dgrad.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `quantize`, and for sizes that do not fit.
+
+    Examples
+    --------
+    >>> w = fp8moe.quantize_weights(np.ones((2, 128, 256), np.float32))
+    >>> w.rowwise.data.shape, w.columnwise.data.shape, w.columnwise.shape
+    ((2, 128, 256), (2, 256, 128), (2, 128, 256))
+    >>> w1, w3 = np.ones((2, 2, 100, 256), np.float32)
+    >>> fp8moe.quantize_weights((w1, w3), rows=128).rowwise.shape
+    (2, 256, 256)
+    """
+    whole = rows is None and columns is None and transposed is False
+    if whole and not isinstance(x, tuple) and type(parts) is int and parts == 1:
+        return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    return quantize_parts(x, fmt=fmt, **options, out=out)  # type: ignore[no-any-return]
+
+
+def experts_of(w: Any) -> int:
+    """The number of experts of quantised or plain weights."""
+    return int((w.rowwise if isinstance(w, Quantized) else w).shape[0])
+
+
+def moe_forward(
+    x: ArrayLike,
+    w13: ArrayLike,
+    w2: ArrayLike,
+    topk_ids: ArrayLike,
+    topk_probs: ArrayLike,
+    *,
+    recipe: str,
+    recompute: str | None = None,
+    activation: Activation = SWIGLU,
+    comm: Comm | None = None,
+    gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> tuple[Any, Saved]:
+    """Forward of the expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
+
+    Parameters
+    ----------
+    x : ArrayLike, bfloat16, [T, H]
+        For "bf16" also float16, float32 or float64.
+    w13 : ArrayLike or Quantized, [E, 2F, H]
+        For "bf16" in x's dtype. For the FP8 recipes bfloat16, float16 or float32, or the result of
+        `quantize_weights`, and F must be a multiple of 128. [E, F, H] for an activation without a gate.
+    w2 : ArrayLike or Quantized, [E, H, F]
+        As ``w13``.
+    topk_ids : ArrayLike, int32 or int64, [T, k]
+        Expert ids. A negative id, or one of at least E, means no expert.
+    topk_probs : ArrayLike, floating point, [T, k]
+        Weights of the experts' outputs.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision.
+    recompute : None or "moe_expert"
+        "moe_expert": save only the input of fc1, for "fp8_flow" before its permutation; the backward
+        recomputes fc1 and the activation, but not dispatch.
+    activation : Activation
+        The activation between the two GEMMs.
+    comm : Comm or None
+        The transport between ranks, for expert parallelism (`fp8moe.expert_parallel`). w13 and w2 are then
+        this rank's experts, topk_ids number the experts of all ranks, and the weight gradients are this
+        rank's.
+    gradients : collection of str
+        Gradients that `moe_backward` will compute, of "dx", "dprobs", "dw13" and "dw2". Tensors that only the
+        other gradients need are neither computed nor saved. For inference pass (): every intermediate is then
+        freed after its last use.
+    backend : str or None
+        The backend of all GEMMs, including the backward's; as for `grouped_gemm`.
+    num_sms : int or None
+        Maximum number of the GPU's multiprocessors for each GEMM, as for `grouped_gemm`; also for the
+        backward, unless it is given its own. It does not apply to the memory-bound kernels between the GEMMs,
+        which are short. Results do not depend on it.
+
+    Returns
+    -------
+    y : ArrayLike, [T, H]
+        In x's dtype. The call does not synchronise with the host, except to read row counts for a ``comm``
+        without a `fp8moe.expert_parallel.Capacity`.
+    saved : Saved
+        For `moe_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Notes
+    -----
+    "fp8_flow" is the dataflow of arXiv 2511.02302, with two casts. "fp8_blockwise" requantises every operand
+    that is read in the other orientation, twelve casts in total.
+
+    A NaN in an operand reaches every result that depends on it. An infinity does so with "bf16" only: the FP8
+    recipes quantise it to the format's largest number under a scale of 1 (see `quantize`), so that a check of
+    the gradients for infinities has to look at x and at dy as well.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
+    >>> y.tolist()
+    [[100.0]]
+    """
+    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    options |= {"comm": comm, "gradients": gradients, "backend": backend, "num_sms": num_sms}
+    return forward_keeping(gradients, x, w13, w2, topk_ids, topk_probs, **options)
+
+
+def forward_keeping(
+    kept: Collection[str],
+    *operands: Any,
+    comm: Comm | None,
+    gradients: Collection[str],
+    announced: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, Saved]:
+    """`moe_forward` which saves the tensors that the gradients ``kept`` need, and announces to the other
+    ranks a backward that computes ``gradients``, and ``announced``: fields of `Settings`."""
+    checks.choice("recipe", options["recipe"], RECIPES)
+    checks.choice("recompute", options["recompute"], RECOMPUTE)
+    if comm is not None:
+        check_comm(comm)
+    checks.options("activation", options["activation"], Activation)
+    check_gradients(gradients)
+    checks.choice("backend", options["backend"], BACKENDS)
+    options |= {"gradients": tuple(kept), "num_sms": check_limit(options["num_sms"])}
+    x, w13, w2, ids, probs = operands
+    if isinstance(x, QuantTensor):
+        raise TypeError(
+            "x: got a QuantTensor; wanted an array; pass fp8moe.dequantize(x), or permuted rows to "
+            "moe_forward_permuted"
+        )
+    overwritten = _overwritten(w13, w2)
+    if comm is None:
+        y, saved = experts_forward(x, w13, w2, ids, probs, **options)
+    else:
+        checked = {name: value for name, value in options.items() if name != "recompute"}
+        check_before_sending(x, w13, w2, ids, probs, **checked)
+        settings = Settings(options["recipe"], options["activation"], **announced or {})
+        y, saved = _forward_over_ranks(x, w13, w2, ids, probs, comm, tuple(gradients), settings, options)
+    return y, _recorded(saved, overwritten)
+
+
+def _forward_over_ranks(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    comm: Comm,
+    gradients: tuple[str, ...],
+    settings: Settings,
+    options: dict[str, Any],
+) -> tuple[Any, Saved]:
+    recipe, experts = options["recipe"], experts_of(w13)
+    fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
+    if chunks > 1 and recipe != "bf16":  # once for all chunks
+        w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
+    saved_chunks: list[Saved] = []
+
+    def products(received: Dispatched | DispatchedRows) -> Any:
+        if isinstance(received, DispatchedRows):
+            row_arguments = received.tokens_per_expert, received.probs
+            aligned = {**options, "align_size": received.align_size}
+            y, saved = permuted_experts_forward(received.x, w13, w2, *row_arguments, **aligned)
+        else:
+            # rounded up, so that steps with similar row counts share shapes, and with them the cached launch
+            # plan
+            entries = received.num_entries if capacity_of(comm) else with_spare(received.num_entries)
+            rows = static_bound(entries, experts, ALIGN_SIZE[recipe])
+            y, saved = experts_forward(
+                received.x, w13, w2, received.topk_ids, received.topk_probs, num_out_tokens=rows, **options
+            )
+        saved_chunks.append(replace(saved, route=received.route))
+        return y
+
+    inputs = x, topk_ids, topk_probs, experts * comm.world_size, comm
+    of_all_ranks: dict[str, Any] = {"gradients": gradients, "settings": settings}
+    if chunks > 1:
+        y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, experts=products, **of_all_ranks)
+    else:
+        received = prepare_dispatch(*inputs, fmt, spare=True, **of_all_ranks)(False).wait()
+        y = combine(products(received), received.route, comm)
+    saved = replace(
+        saved_chunks[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in saved_chunks[1:])
+    )
+    if capacity_of(comm) is not None:
+        for rows, entries in overflow(saved):
+            comm.record_overflow(rows, entries)  # type: ignore[union-attr]
+    return y, saved
+
+
+def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
+    """How often the codes of weights given in quantised form have been overwritten."""
+    first, second = (
+        times_overwritten(w, name) if isinstance(w, Quantized) else None
+        for name, w in (("w13", w13), ("w2", w2))
+    )
+    return first, second
+
+
+def _recorded(saved: Saved, overwritten: tuple[int | None, int | None]) -> Saved:
+    if overwritten != (None, None):
+        saved = replace(saved, overwritten=overwritten)
+    if counters.counting():
+        counters.record_saved(saved.nbytes)
+    return saved
+
+
+def moe_forward_permuted(
+    x: ArrayLike | QuantTensor,
+    w13: ArrayLike,
+    w2: ArrayLike,
+    tokens_per_expert: ArrayLike,
+    probs: ArrayLike,
+    *,
+    recipe: str,
+    recompute: str | None = None,
+    activation: Activation = SWIGLU,
+    align_size: int = 1,
+    gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> tuple[Any, Saved]:
+    """The expert layer on already permuted rows: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
+
+    The call does not synchronise with the host. If an FP8 recipe needs each expert's rows padded and they are
+    not, they are padded inside, which costs one more pass over the rows.
+
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [N, H]
+        Rows sorted by expert: bfloat16 (for "bf16" also float16, float32 or float64), or, for the FP8
+        recipes, row-wise codes with block (1, 128), which are used as they are; for "fp8_flow" with w13's
+        gradient, their scales must be powers of two. Rows past the last expert's belong to no expert.
+    w13 : ArrayLike or Quantized, [E, 2F, H]
+        As for `moe_forward`.
+    w2 : ArrayLike or Quantized, [E, H, F]
+        As for `moe_forward`.
+    tokens_per_expert : ArrayLike, int32 or int64, [E]
+        Number of rows of each expert, on x's device.
+    probs : ArrayLike, floating point, [N]
+        Weight of each row's output.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision.
+    recompute : None or "moe_expert"
+        As for `moe_forward`.
+    activation : Activation
+        The activation between the two GEMMs.
+    align_size : int
+        Each expert's rows in x are already padded to a multiple of it, with zero rows and zero probs, which
+        ``tokens_per_expert`` may or may not include. The FP8 recipes accept 1 and multiples of 128; the
+        latter need no padding inside. On CUDA the padding is checked only with FP8MOE_CHECK=1.
+    gradients : collection of str
+        As for `moe_forward`; "dprobs" is the gradient of ``probs``.
+    backend : str or None
+        As for `moe_forward`.
+    num_sms : int or None
+        As for `moe_forward`.
+
+    Returns
+    -------
+    y : ArrayLike, [N, H]
+        In x's dtype; bfloat16 for a `QuantTensor`. Zeros past the last expert's rows.
+    saved : Saved
+        For `moe_backward`, whose dx is [N, H] and whose dprobs is [N].
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Notes
+    -----
+    This is `moe_forward` without the permutation: `permute`, this function and `unpermute` give bitwise the
+    same result.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((2, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> rows = np.array([2], np.int32), np.array([0.5, 1.0])
+    >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
+    [[100.0], [200.0]]
+    """
+    checks.choice("recipe", recipe, RECIPES)
+    checks.choice("recompute", recompute, RECOMPUTE)
+    checks.options("activation", activation, Activation)
+    align_size = checks.integer("align_size", align_size, 1)
+    checks.choice("backend", backend, BACKENDS)
+    check_gradients(gradients)
+    y, saved = permuted_experts_forward(
+        x,
+        w13,
+        w2,
+        tokens_per_expert,
+        probs,
+        recipe=recipe,
+        recompute=recompute,
+        align_size=align_size,
+        activation=activation,
+        gradients=tuple(gradients),
+        backend=backend,
+        num_sms=check_limit(num_sms),
+    )
+    return y, _recorded(saved, _overwritten(w13, w2))
+
+
+@operation
+def experts_forward(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    *,
+    recipe: str,
+    recompute: str | None,
+    num_out_tokens: int | None = None,
+    activation: Activation,
+    gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> tuple[Any, Saved]:
+    """`moe_forward` for this rank's experts; x is a QuantTensor if other ranks sent it quantised."""
+    if not isinstance(x, QuantTensor):
+        given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+        check_layer(recipe, activation, backend, num_sms, gradients, **given)
+        x = cast(recipe, x)
+    align = ALIGN_SIZE[recipe]
+    plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
+    options = recipe, recompute, activation, gradients, backend, num_sms
+    return _by_plan(x, w13, w2, plan, topk_probs, *options)
+
+
+@operation
+def permuted_experts_forward(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    tokens_per_expert: Any,
+    probs: Any,
+    *,
+    recipe: str,
+    recompute: str | None,
+    align_size: int,
+    activation: Activation,
+    gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> tuple[Any, Saved]:
+    """`moe_forward_permuted`."""
+    given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
+    check_permuted(recipe, activation, align_size, backend, num_sms, gradients, **given)
+    if not isinstance(x, QuantTensor):
+        x = cast(recipe, x)
+    x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
+    options = recipe, recompute, activation, gradients, backend, num_sms
+    y, saved = _by_plan(x, w13, w2, rows, probs, *options)
+    return unpad_rows(y, rows)[0], saved
+
+
+def _by_plan(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    plan: PermutationPlan | PlacedRows,
+    probs: Any,
+    recipe: str,
+    recompute: str | None,
+    activation: Activation,
+    gradients: Collection[str],
+    backend: str | None,
+    num_sms: int | None,
+) -> tuple[Any, Saved]:
+    """Forward of the experts, given a plan or placed rows."""
+    if recipe != "bf16":
+        w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
+        w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
+    forward, *_ = STEPS[recipe]
+    recomputes = recompute is not None and bool(gradients)
+    arguments = x, w13, w2, plan, probs, activation, recomputes, gradients
+    y, fields = products_by((backend, num_sms), forward, *arguments)
+    if recipe != "bf16":
+        w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
+    fields.update(activation=activation, backend=backend, num_sms=num_sms)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **fields)
+    return y, saved.needed_for(gradients)
+
+
+@operation
+def experts_backward(
+    saved: Saved,
+    dy: Any,
+    dw13: Any = None,
+    dw2: Any = None,
+    dtype: str = "float32",
+    gradients: Collection[str] = GRADIENTS,
+    ffn: int | None = None,
+) -> MoEGrads:
+    """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
+    check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
+    dx, dprobs, operands = _backward_input(saved, dy, gradients)
+    dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
+    return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+@operation
+def experts_backward_input(
+    saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
+) -> tuple[Any, Any, SavedForWeights]:
+    """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
+    check_dy(saved, dy, gradients, saved.num_tokens)
+    return _backward_input(saved, dy, gradients)
+
+
+@operation
+def experts_backward_weight(
+    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
+) -> tuple[Any, Any]:
+    """(dw13, dw2) of `moe_backward_weight`."""
+    check_operands(operands, dw13, dw2, dtype, ffn)
+    return _backward_weight(operands, dw13, dw2, dtype, ffn)
+
+
+def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[Any, Any, SavedForWeights]:
+    if not isinstance(dy, QuantTensor):
+        dy = cast(saved.recipe, dy)
+    _, backward_input, _ = STEPS[saved.recipe]
+    rows = saved.plan
+    if isinstance(rows, PlacedRows):
+        dy = pad_rows(dy, rows)
+    given = saved.backend, saved.num_sms
+    dx, dprobs, operands = products_by(given, backward_input, saved, dy, gradients)
+    if isinstance(rows, PlacedRows) and dx is not None:
+        dx, dprobs = unpad_rows(dx, rows, dprobs)
+    options: dict[str, Any] = {name: getattr(saved, name) for name in ("activation", "backend", "num_sms")}
+    return dx, dprobs, SavedForWeights(saved.recipe, saved.recompute, rows, **operands, **options)
+
+
+def _backward_weight(
+    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
+) -> tuple[Any, Any]:
+    *_, backward_weight = STEPS[operands.recipe]
+    given = operands.backend, operands.num_sms
+    return products_by(given, backward_weight, operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
+
+
+def moe_backward(
+    saved: Saved,
+    dy: ArrayLike | QuantTensor,
+    *,
+    dw13: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    dw2: ArrayLike | None = None,
+    dtype: str = "float32",
+    ffn: int | None = None,
+    comm: Comm | None = None,
+    gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
+) -> MoEGrads:
+    """Gradients of `moe_forward` and of `moe_forward_permuted`.
+
+    Parameters
+    ----------
+    saved : Saved
+        The forward's second result.
+    dy : ArrayLike or QuantTensor, [T, H]
+        Gradient of y, in y's dtype; for the FP8 recipes also row-wise codes with block (1, 128), used as they
+        are; for "fp8_flow" with w2's gradient, their scales must be powers of two.
+    dw13 : ArrayLike, floating point, [E, 2F, H], or None, or a tuple of two
+        Accumulator of w13's gradient, for gradient accumulation over micro-batches: the gradient is added in
+        place. For "fp8_flow" also a tuple of two, [E, F, H] each or None, for w1 and w3 separately; the
+        result then is a tuple, too.
+    dw2 : ArrayLike, floating point, [E, H, F], or None
+        Accumulator of w2's gradient, as ``dw13``.
+    dtype : "float32", "bfloat16" or "float64"
+        Dtype of new weight gradients; "bfloat16" is not allowed with ``overlap_chunks``.
+    ffn : int or None
+        F without the zeros that `quantize_weights` appended; the weight gradients have this size. For
+        "fp8_flow" only, and for gated activations only with dw13 as a tuple.
+    comm : Comm or None
+        The forward's ``comm``.
+    gradients : collection of str
+        Gradients to compute, of "dx", "dprobs", "dw13" and "dw2". The others are None, and whatever only they
+        need is not computed (frozen weights save two of six GEMMs). "dx" and "dprobs" are always computed
+        together.
+    num_sms : int or None
+        As for `moe_forward`, for this backward's GEMMs; None: the forward's value.
+
+    Returns
+    -------
+    MoEGrads
+        dx [T, H], dprobs [T, k] float32, and the weight gradients dw13 [E, 2F, H] and dw2 [E, H, F]: the
+        accumulators, or new arrays of ``dtype`` (float64 for float64 inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the forward.
+    RuntimeError
+        If the FP8 weights that the forward read have since been overwritten by ``quantize_weights(...,
+        out=)``.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
+    >>> g = fp8moe.moe_backward(saved, np.ones((1, 1)), dtype="float64")
+    >>> g.dw2.item(), g.dprobs.item()
+    (100.0, 200.0)
+    """
+    gradients = check_saved(saved, comm, gradients)
+    saved = _limited(saved, num_sms)
+    check_wanted(dw13, dw2, gradients)
+    ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
+    if comm is None or saved.route is None:
+        return experts_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
+    check_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
+    if saved.later:
+        check_sums(dtype, gradients, dw13, dw2)
+    total = MoEGrads(None, None, dw13, dw2)
+
+    def weights(operands: SavedForWeights) -> None:
+        nonlocal total
+        total = _added(operands, total, dtype, ffn)
+
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, weights)
+    names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
+    return replace(MoEGrads(dx, dprobs, None, None), **names)
+
+
+def _backward_over_ranks(
+    saved: Saved,
+    dy: Any,
+    comm: Comm,
+    gradients: Collection[str],
+    weights: Callable[[SavedForWeights], None],
+) -> tuple[Any, Any]:
+    """(dx, dprobs); ``weights`` is called with the operands of each chunk's weight gradients."""
+    chunks = [saved, *(replace(chunk, w13=saved.w13, w2=saved.w2) for chunk in saved.later)]
+    pending_operands: list[SavedForWeights] = []
+
+    def inputs(number: int, dy: Any) -> tuple[Any, Any]:
+        dx, dprobs, operands = experts_backward_input(_of_this_rank(chunks[number]), dy, gradients)
+        pending_operands.append(operands)
+        return dx, dprobs
+
+    return overlapped_backward(
+        dy,
+        [chunk.route for chunk in chunks],
+        comm,
+        fmt=FORMAT_BETWEEN_RANKS[saved.recipe],
+        inputs=inputs,
+        weights=lambda _: weights(pending_operands.pop()),
+    )
+
+
+def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | None) -> MoEGrads:
+    """``total`` with the chunk's weight gradients added."""
+    if operands.dh is None and operands.a is None:
+        return total
+    dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
+    # a gradient that is not requested: the next chunk needs the caller's argument again, a pair for w1 and w3
+    return replace(total, dw13=total.dw13 if dw13 is None else dw13, dw2=dw2)
+
+
+def moe_backward_input(
+    saved: Saved,
+    dy: ArrayLike | QuantTensor,
+    *,
+    comm: Comm | None = None,
+    gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
+) -> tuple[MoEGrads, SavedForWeights]:
+    """First half of `moe_backward`: the gradients of x and of the probabilities, for the previous layer.
+
+    Parameters
+    ----------
+    saved : Saved
+        The forward's second result; it may be deleted after this call.
+    dy : ArrayLike or QuantTensor, [T, H]
+        As for `moe_backward`. If it need not be cast or permuted (rows already permuted, and "bf16" or
+        codes), the result refers to this memory, which must not be modified before `moe_backward_weight`.
+    comm : Comm or None
+        The forward's ``comm``. `moe_backward_weight` needs none.
+    gradients : collection of str
+        Gradients that both halves together compute, as for `moe_backward`.
+    num_sms : int or None
+        As for `moe_backward`, for the GEMMs of both halves.
+
+    Returns
+    -------
+    grads : MoEGrads
+        dx and dprobs; dw13 and dw2 are None.
+    operands : SavedForWeights
+        For `moe_backward_weight`; empty without "dw13" and "dw2".
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `moe_backward`.
+
+    Notes
+    -----
+    Zero-bubble pipeline schedules (arXiv 2401.10241) call this half B, and `moe_backward_weight` W. Together
+    they launch the same kernels as `moe_backward`, with bitwise the same results. This half has the dgrad
+    GEMMs and the activation's backward, and with recompute fc1 and the activation; the other half has the
+    transposes and the wgrad GEMMs.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
+    >>> grads, operands = fp8moe.moe_backward_input(saved, np.ones((1, 1)))
+    >>> grads.dprobs.item(), fp8moe.moe_backward_weight(operands, dtype="float64").dw2.item()
+    (200.0, 100.0)
+    """
+    gradients = check_saved(saved, comm, gradients)
+    saved = _limited(saved, num_sms)
+    if comm is None or saved.route is None:
+        dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
+        return MoEGrads(dx, dprobs, None, None), operands
+    check_dy(saved, dy, gradients, saved.num_tokens)
+    chunk_operands: list[SavedForWeights] = []
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, chunk_operands.append)
+    return MoEGrads(dx, dprobs, None, None), replace(chunk_operands[0], later=tuple(chunk_operands[1:]))
+
+
+def moe_backward_weight(
+    operands: SavedForWeights,
+    *,
+    dw13: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    dw2: ArrayLike | None = None,
+    dtype: str = "float32",
+    ffn: int | None = None,
+    num_sms: int | None = None,
+) -> MoEGrads:
+    """Second half of `moe_backward`: the weight gradients, which no other layer needs.
+
+    Parameters
+    ----------
+    operands : SavedForWeights
+        The second result of `moe_backward_input`. It is only read: calling this function twice adds twice.
+    dw13 : ArrayLike, floating point, [E, 2F, H], or None, or a tuple of two
+        Accumulator, as for `moe_backward`.
+    dw2 : ArrayLike, floating point, [E, H, F], or None
+        Accumulator, as for `moe_backward`.
+    dtype : "float32", "bfloat16" or "float64"
+        Dtype of new gradients.
+    ffn : int or None
+        As for `moe_backward`.
+    num_sms : int or None
+        As for `moe_backward`, for these GEMMs; None: the value of `moe_backward_input`.
+
+    Returns
+    -------
+    MoEGrads
+        dw13 and dw2, each None if `moe_backward_input` was called without it; dx and dprobs are None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the operands.
+
+    Notes
+    -----
+    See `moe_backward_input`. This half does not communicate, and does not read the weights.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", gradients=["dw2"])
+    >>> _, operands = fp8moe.moe_backward_input(saved, np.ones((1, 1)), gradients=["dw2"])
+    >>> total = np.ones((1, 1, 1))
+    >>> fp8moe.moe_backward_weight(operands, dw2=total).dw2 is total, total.item()
+    (True, 101.0)
+    """
+    if not isinstance(operands, SavedForWeights):
+        raise TypeError(
+            f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
+        )
+    check_fields("operands", operands, ("dy", "a", "dh", "x"))
+    for pair in (("dy", "a"), ("dh", "x")):
+        missing = [name for name in pair if getattr(operands, name) is None]
+        if len(missing) == 1:
+            raise ValueError(
+                f"operands.{missing[0]}: got None; wanted it with {' and '.join(pair)}, or neither"
+            )
+    operands = _limited(operands, num_sms)
+    wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
+    check_wanted(dw13, dw2, wanted)
+    ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
+    if not wanted:
+        return MoEGrads(None, None, None, None)
+    if operands.later:
+        check_sums(dtype, wanted, dw13, dw2)
+    total = MoEGrads(None, None, dw13, dw2)
+    for chunk in (replace(operands, later=()), *operands.later):
+        total = _added(chunk, total, dtype, ffn)
+    return total if "dw13" in wanted else replace(total, dw13=None)
+
+
+def _limited(saved: Any, num_sms: int | None) -> Any:
+    """``saved`` with another limit than the forward's, for all chunks."""
+    if num_sms is None:
+        return saved
+    later = tuple(_limited(chunk, num_sms) for chunk in saved.later)
+    return replace(saved, num_sms=check_limit(num_sms), later=later)
+
+
+def _of_this_rank(saved: Saved) -> Saved:
+    """``saved`` without the fields that only the public functions read."""
+    if saved.route is None and saved.overwritten == (None, None):
+        return saved
+    return replace(saved, route=None, overwritten=(None, None), later=())

@@ -1,0 +1,164 @@
+"""Dispatch of operations: `operation` makes a public function of one that is written for raw buffers.
+
+On the CPU the operation is called with NumPy arrays. On CUDA the first call with given shapes makes a launch
+plan (`fp8moe.runtime.launch_plan`) of what the operation allocates and launches, and later calls run that
+plan. An operation that calls others is one call (`fp8moe.runtime.call`): only the outermost converts arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
+from fp8moe.runtime import checks, interop
+from fp8moe.runtime.call import NOWHERE, Call, NotPlannable, current
+from fp8moe.runtime.launch_plan import LaunchPlan
+from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
+
+__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "enter", "operation"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: launch plans, by the function, all plain arguments, and shape, dtype and alignment of every array; None
+#: where no plan can be made
+_plans: dict[Any, LaunchPlan | None] = {}
+_adding = threading.Lock()
+PLANS_KEPT = 512  # the oldest is dropped
+
+
+def cached_plans() -> list[tuple[str, LaunchPlan | None]]:
+    """The operations of all cached calls, the oldest first, each with its launch plan, or None where what is
+    launched depends on values, so that every call is made without a plan."""
+    return [(identity[0].__name__, plan) for identity, plan in list(_plans.items())]
+
+
+def clear_cached_plans() -> None:
+    _plans.clear()
+
+
+#: types whose values go into a key without their type
+PLAIN = METADATA_TYPES - {bool, float}
+_UNKNOWN: Any = object()
+_ARRAY: Any = object()  # an array in a key: shapes and dtypes of all arrays come at the end
+
+
+def operation(function: Function) -> Function:
+    """Make a public function of one that is written for raw buffers (see `enter`)."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if current.call is not None:
+            return function(*arguments, **options)
+        given = (*arguments, *options.values())
+        if (given and type(given[0]) is np.ndarray) or checks.reads_values():
+            return _run_now(function, names, arguments, options)
+        key: list[Any] = [function, len(arguments), *options]
+        arrays: list[Any] = []
+        array_kind = None  # of the last array, as most calls have arrays of one type
+        remaining = [iter(given)]
+        while remaining:  # records and tuples are replaced by their parts
+            for value in remaining[-1]:
+                kind = type(value)
+                if kind in PLAIN:
+                    key.append(value)
+                elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
+                    key.append((kind, value))
+                elif kind is array_kind or interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
+                    array_kind = kind
+                    key.append(_ARRAY)
+                    arrays.append(value)
+                elif kind is tuple:
+                    key.append((tuple, len(value)))  # otherwise (1,), 7 and 1, (7,) would be the same
+                    remaining.append(iter(value))
+                    break
+                elif isinstance(value, Record):
+                    key.append(kind)
+                    remaining.append(iter(vars(value).values()))
+                    break
+                elif isinstance(value, np.generic) or is_metadata(value):
+                    key.append((kind, value))
+                else:
+                    return _run_now(function, names, arguments, options)
+            else:
+                remaining.pop()
+        framework = interop.framework_of_type(type(arrays[0])) if arrays else None  # type: ignore[arg-type]
+        description = None if framework is None else framework.describe(arrays)
+        if framework is None or description is None:
+            return _run_now(function, names, arguments, options)
+        device, addresses, described = description
+        identity = (*key, framework, device, *described)
+        try:
+            plan = _plans.get(identity, _UNKNOWN)
+        except TypeError:  # an argument is not hashable
+            return _run_now(function, names, arguments, options)
+        if plan is _UNKNOWN:
+            try:
+                plan = LaunchPlan(function, names, arguments, options, framework, device, described)
+            except NotPlannable:
+                plan = None
+            with _adding:
+                if len(_plans) >= PLANS_KEPT:
+                    _plans.pop(next(iter(_plans)))
+                _plans[identity] = plan
+        if plan is None or (plan.written and not plan.fits(addresses)):
+            return _run_now(function, names, arguments, options)
+        return plan.run(given, arrays, addresses)
+
+    return call  # type: ignore[return-value]
+
+
+def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call the function on raw buffers of its arrays, without a launch plan."""
+    call = Call()
+    given = zip(_names_of(names, len(arguments)), arguments, strict=True)
+    raw = [call.take(name, value) for name, value in given]
+    named = {name: call.take(name, value) for name, value in options.items()}
+    return call.leave(call.perform(function, *raw, **named))
+
+
+def _names_of(names: list[str], count: int) -> list[str]:
+    """Names of ``count`` positional arguments, including those that a ``*name`` takes."""
+    return [*names, *(f"{names[-1]}[{i}]" for i in range(count - len(names)))][:count]
+
+
+def enter(**values: Any) -> Call:
+    """The call that an operation is part of, with these values as raw buffers in its ``args``.
+
+    Outside an operation this is a new call, whose results `Call.leave` converts.
+
+    Raises TypeError for an argument that is no array or lies on another device than the first, ValueError for
+    an array that is not C-contiguous, or for a read-only ``out``.
+    """
+    first, *_ = values
+    if values[first] is None:
+        raise TypeError(f"{first}: got None; wanted an array")
+    call = current.call
+    if call is None:
+        call = Call()
+        values = {name: call.take(name, value) for name, value in values.items()}
+    for name, value in values.items():
+        if type(value) not in _ARRAYS:
+            _require_arrays(name, value)
+    call.args = SimpleNamespace(**values)
+    return call
+
+
+_ARRAYS = frozenset({type(None), DeviceArray, np.ndarray, QuantTensor, Quantized, PermutationPlan})
+
+
+def _require_arrays(name: str, value: Any) -> None:
+    if isinstance(value, tuple(_ARRAYS)):
+        return
+    if isinstance(value, tuple) and not (value and is_metadata(value)):
+        for i, part in enumerate(value):
+            _require_arrays(f"{name}[{i}]", part)
+        return
+    raise interop.no_array(value, name)

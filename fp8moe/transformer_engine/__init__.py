@@ -1,0 +1,1 @@
+"""Transformer Engine's permutation functions under its names: `.pytorch` and `.jax`, as in its package."""

@@ -1,0 +1,1 @@
+"""Compiles and launches kernels: the driver, NVRTC, Numba, and what launchers share."""

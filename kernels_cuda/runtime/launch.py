@@ -1,0 +1,336 @@
+"""Launches of kernels, by file and name, on the current call's device and stream, with scratch memory."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from fp8moe.kernels_cuda.runtime import compiler, driver
+from fp8moe.kernels_cuda.runtime.driver import LAUNCH_CONFIG
+from fp8moe.records import ArraySpec, DeviceArray
+
+SHARED = 32 * 1024  # bytes of dynamic shared memory that every launch may use without `allow_shared`
+COUNTERS = 64  # that a launch plan allocates and zeroes together
+
+Allocate = Callable[[ArraySpec, int], DeviceArray]
+
+# ---------------------------------------------------------------- where this thread launches
+
+
+def _outside(spec: ArraySpec, device: int) -> DeviceArray:
+    raise RuntimeError("scratch memory: requested outside of a call")
+
+
+class _Current(threading.local):
+    """Where this thread launches. Per thread, as torch's autograd runs backward passes in its own threads."""
+
+    def __init__(self) -> None:
+        # device, address of the stream, allocator, log of a dry run (fp8moe.runtime.launch_plan) or None
+        self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
+        self.bound: set[int] = set()  # devices whose context has been current in this thread
+        self.buffers = driver.LaunchBuffers()
+
+
+_current = _Current()
+
+
+def run_at(
+    place: tuple[int, int, Allocate, Any], function: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Call a function whose launches all go to one device and stream and use one allocator. With a log they
+    are only logged."""
+    before, current = _current.place, driver.runtime.getDevice()
+    device, set_device = place[0], driver.runtime.setDevice
+    try:
+        if current != device or device not in _current.bound:
+            # a new thread, such as one of autograd's, reports device 0 but has no current context
+            set_device(device)
+            _current.bound.add(device)
+        _current.place = place
+        return function(*args, **options)
+    finally:  # in this order: an interrupt may come after a call, and not before
+        _current.place = before
+        if current != device:
+            set_device(current)
+
+
+def current_device() -> int:
+    return _current.place[0]
+
+
+def current_stream() -> int:
+    return _current.place[1]
+
+
+def current_architecture() -> str:
+    return driver.architecture(_current.place[0])
+
+
+def multiprocessors(most: int | None = None) -> int:
+    """Multiprocessors of the current device, limited to ``most``."""
+    there = driver.multiprocessors(_current.place[0])
+    return there if most is None else min(there, most)
+
+
+def shared_limit() -> int:
+    """Most bytes of shared memory of a block on the current device."""
+    return driver.shared_limit(_current.place[0])
+
+
+def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+    """Uninitialised memory that is released with the last reference to it."""
+    device, _, allocate, _ = _current.place
+    return allocate(ArraySpec(shape, np.dtype(dtype)), device)
+
+
+def zeroed_counter() -> DeviceArray:
+    """An int32 that is zero when the next kernel starts. A launch plan zeroes all of its counters by one
+    memset before its first launch: a kernel after a memset cannot start while the kernel before it ends."""
+    log = _current.place[3]
+    if log is None:
+        fill_bytes(counter := scratch((1,), np.int32), 0)
+        return counter
+    if not log.counters:
+        launched = log.steps.copy()
+        log.steps.clear()
+        fill_bytes(block := scratch((COUNTERS,), np.int32), 0)
+        log.counters += [block.part(i, (1,)) for i in range(COUNTERS)]
+        log.steps += launched
+    return log.counters.pop()  # type: ignore[no-any-return]
+
+
+def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """make(); in a launch plan, the result of its first call with this key. The kernels that it launches must
+    read only arrays that no launch of the plan writes to later."""
+    log = _current.place[3]
+    if log is None:
+        return make()
+    if key not in log.made:
+        log.made[key] = make()
+    return log.made[key]
+
+
+# ---------------------------------------------------------------- launches
+
+
+class Kernel:
+    """A loaded kernel, and the layout of its parameters, which its first launch sets."""
+
+    def __init__(self, code: bytes, name: str):
+        module = cupy.cuda.function.Module()
+        driver.while_capturing(module.load, code)
+        self._function = driver.while_capturing(module.get_function, name)  # keeps the module loaded
+        self.ptr = self._function.ptr
+        self.shared = SHARED
+        self.parameters: struct.Struct | None = None
+
+
+@cache
+def load_kernel(source: str, kernel: str, defines: tuple[str, ...], device: int) -> Kernel:
+    """A kernel of ``source``.cu; without ``defines``, of the file's first variant."""
+    path = compiler.files()[f"{source}.cu"]
+    defines = defines or compiler.variants(path)[0]
+    return Kernel(compiler.cubin(path, driver.architecture(device), defines), kernel)
+
+
+def launch(
+    source: str,
+    kernel: str,
+    grid: int | tuple[int, ...],
+    block: int,
+    *arguments: Any,
+    shared: int = 0,
+    defines: tuple[str, ...] = (),
+    boxes: tuple[int, ...] = (),
+) -> None:
+    """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. It gets integers as int64, floats as
+    float32, an array as its address and (array, n) as the address n bytes into it. The first arguments, one
+    for each element of ``boxes``, are passed as tensor maps whose boxes have that many rows of 128 bytes; a
+    kernel with tensor maps takes no floats."""
+    loaded = load_kernel(source, kernel, defines, _current.place[0])
+    launch_loaded(loaded, grid, block, shared, arguments, boxes)
+
+
+def launch_loaded(
+    kernel: Kernel,
+    grid: int | tuple[int, ...],
+    block: int,
+    shared: int,
+    arguments: Any,
+    boxes: tuple[int, ...] = (),
+) -> None:
+    """Launch a loaded kernel on the current stream. From sm_90 on its blocks may start before the previous
+    kernel has finished (programmatic dependent launch), and wait for it themselves (ptx.cuh: pdl_wait).
+
+    The parameters are packed here, in C's layout, and passed to the driver as one block of bytes: for twenty
+    parameters that takes 3 us less than CuPy's launcher.
+    """
+    x, y = grid if isinstance(grid, tuple) else (grid, 1)
+    if x == 0 or y == 0:
+        return
+    if shared > kernel.shared:
+        driver.allow_shared(kernel.ptr, shared)
+        kernel.shared = shared
+    if kernel.parameters is None:
+        plain = ("f" if isinstance(a, float) else "q" for a in arguments[len(boxes) :])
+        kernel.parameters = struct.Struct("128s" * len(boxes) + "".join(plain))
+    log, values, places = _current.place[3], [], []
+    for i, a in enumerate(arguments):
+        start = 0
+        if type(a) is tuple:
+            a, start = a
+        if type(a) is not DeviceArray:
+            values.append(0 if a is None else a)
+            continue
+        values.append(a.ptr + start)
+        if log is not None:
+            places.append((i, int(a.owner), a.start + start))
+    function: Callable[..., None] = launch_packed
+    fixed: tuple[Any, ...] = (kernel, x, y, block, shared)
+    if boxes:
+        tiled = tuple(
+            (a.size // a.shape[-1], a.shape[-1] * a.dtype.itemsize, box)
+            for a, box in zip(arguments, boxes, strict=False)
+        )
+        function, fixed = launch_with_tensor_maps, (kernel, tiled, x, y, block, shared)
+    if log is None:
+        function(*fixed, values)
+    else:
+        log.steps.append((function, fixed, values, places))
+
+
+def launch_packed(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
+    """Launch a grid of x by y blocks with these parameters."""
+    buffers, parameters = _current.buffers, kernel.parameters
+    parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
+    buffers.size.value = parameters.size  # type: ignore[union-attr]
+    _launch(kernel, x, y, block, shared, None, buffers.extra_at)
+
+
+def _launch(
+    kernel: Kernel, x: int, y: int, block: int, shared: int, pointers: int | None, extra: int | None
+) -> None:
+    """pointers, extra: addresses of the driver's ``kernelParams`` or of its ``extra``."""
+    (device, stream, *_), buffers = _current.place, _current.buffers
+    attributes = buffers.attribute_at, driver.has_dependent_launch(device)
+    LAUNCH_CONFIG.pack_into(buffers.config, 0, x, y, 1, block, 1, 1, shared, stream, *attributes)
+    if status := driver.launch_kernel()(buffers.config_at, kernel.ptr, pointers, extra):
+        raise RuntimeError(f"cuLaunchKernelEx: error {status}")
+
+
+def launch_with_tensor_maps(
+    kernel: Kernel,
+    tiled: tuple[tuple[int, int, int], ...],
+    x: int,
+    y: int,
+    block: int,
+    shared: int,
+    values: list[Any],
+) -> None:
+    """As `launch_packed`, but with a pointer to each parameter: tensor maps lie at multiples of 64 bytes, and
+    only the driver knows their offsets in a block of parameters.
+    tiled: for each tensor map, rows and columns of its array and rows of a box. The tensor maps replace the
+    first values, which are the arrays' addresses."""
+    for i, shape in enumerate(tiled):
+        values[i] = driver.tensor_map(values[i], *shape)
+    buffers = _current.buffers
+    kernel.parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
+    pointers = buffers.pointers_at(len(tiled), len(values) - len(tiled))
+    _launch(kernel, x, y, block, shared, pointers, None)
+
+
+def threads(count: int, block: int = 256) -> int:
+    """The number of blocks of ``block`` threads that ``count`` threads need."""
+    return -(-count // block)
+
+
+# ---------------------------------------------------------------- dry runs and launch plans
+
+
+def _depends_on_values() -> None:
+    log = _current.place[3]
+    if log is not None:
+        log.depends_on_values()
+
+
+def run_steps(
+    steps: list[Any],
+    memory: list[Any],
+    addresses: list[int],
+    address_of: Callable[[Any], int],
+    device: int,
+    stream: int,
+) -> None:
+    """Run the steps of a launch plan (`fp8moe.runtime.launch_plan.LaunchPlan`) on a stream. memory,
+    addresses: of the plan's buffers, by number; those of buffers that it allocates are filled in."""
+    before, current, set_device = _current.place, driver.runtime.getDevice(), driver.runtime.setDevice
+    try:
+        if current != device or device not in _current.bound:
+            set_device(device)  # see `run_at`
+            _current.bound.add(device)
+        _current.place = (device, stream, _outside, None)
+        for function, fixed, values, places in steps:
+            if function is not None:
+                values = values.copy()  # threads share the plan
+                for at, buffer, offset in places:
+                    values[at] = addresses[buffer] + offset
+                function(*fixed, values)
+            elif fixed is None:
+                memory[values] = None
+            else:
+                memory[values] = fixed()  # the only reference, so that its release frees it
+                addresses[values] = address = address_of(memory[values])
+                if not address and places:
+                    kind = type(memory[values]).__name__
+                    raise TypeError(
+                        f"a result: got a {kind} without memory from the caller's framework; "
+                        "call this outside of FakeTensorMode, or through fp8moe.torch"
+                    )
+    finally:
+        _current.place = before
+        if current != device:
+            set_device(current)
+
+
+# ---------------------------------------------------------------- fills and copies
+
+
+def fill_bytes(x: DeviceArray, value: int) -> None:
+    """Set every byte of a buffer."""
+    log, nbytes = _current.place[3], x.nbytes
+    if nbytes and log is None:
+        fill_memory(value, nbytes, [x.ptr])
+    elif nbytes:
+        log.steps.append((fill_memory, (value, nbytes), [x.ptr], [(0, int(x.owner), x.start)]))
+
+
+def fill_memory(value: int, nbytes: int, address: list[int]) -> None:
+    driver.runtime.memsetAsync(address[0], value, nbytes, _current.place[1])
+
+
+def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:
+    """Copy a host array, which may be changed or freed as soon as this returns."""
+    _depends_on_values()
+    host = np.ascontiguousarray(host)
+    if host.nbytes:
+        runtime = driver.runtime
+        runtime.memcpyAsync(
+            out.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, _current.place[1]
+        )
+
+
+def copy_to_host(x: DeviceArray) -> np.ndarray:
+    """Copy a small buffer to the host; this synchronises with the stream."""
+    _depends_on_values()
+    host = np.empty(x.shape, x.dtype)
+    if x.nbytes:
+        runtime, stream = driver.runtime, _current.place[1]
+        runtime.memcpyAsync(host.ctypes.data, x.ptr, x.nbytes, runtime.memcpyDeviceToHost, stream)
+        runtime.streamSynchronize(stream)
+    return host
