@@ -601,7 +601,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     >>> from fp8moe import megatron
     >>> mlp = megatron.use_fp8_flow(get_gpt_layer_local_spec(num_experts=4)).submodules.mlp
     >>> getattr(mlp, "module", None) or mlp.func  # a spec, or a builder
-    <class 'fp8moe.megatron.FP8FlowMoELayer'>
+    <class 'fp8moe.adapters.megatron.layer.FP8FlowMoELayer'>
     """
 
     def __init__(
