@@ -572,7 +572,7 @@ def test_shard_map_that_checks_axes():
 def test_process_that_exits_before_its_results():
     """The gradient is not waited for, so XLA's threads still have to make its calls when Python exits."""
     program = (
-        "import jax, jax.numpy as jnp\nfrom fp8moe.adapters import jax_ops\nx = jnp.ones((16, 128))\n"
+        "import jax, jax.numpy as jnp\nfrom fp8moe import jax as jax_ops\nx = jnp.ones((16, 128))\n"
         "w13, w2 = jnp.ones((4, 256, 128)), jnp.ones((4, 128, 128))\nids = jnp.zeros((16, 1), int)\n"
         "run = lambda w13: jax_ops.moe_experts(x, w13, w2, ids, x[:, :1], recipe='fp8_flow').sum()\n"
         "jax.grad(jax.jit(run))(w13)\nprint('end')\n"

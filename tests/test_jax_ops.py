@@ -536,7 +536,7 @@ def test_inconsistent_arguments_raise_while_tracing():
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from fp8moe.adapters import jax_ops
+from fp8moe import jax as jax_ops
 mesh = Mesh(np.array(jax.devices()), ("d",))
 x = jax.random.normal(jax.random.PRNGKey(0), (64, 256)).astype(jnp.bfloat16)
 def one(x):
