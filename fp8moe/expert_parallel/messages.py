@@ -13,7 +13,7 @@ import numpy as np
 from fp8moe.formats import round_up
 from fp8moe.ops.permute import permute
 from fp8moe.ops.plan import plan_routing_map
-from fp8moe.ops.quantize import quantize_spec
+from fp8moe.ops.quantize import check_quantize, quantize_spec
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 from fp8moe.runtime import checks, counters
 from fp8moe.runtime.dispatch import Call, enter, operation
@@ -101,6 +101,7 @@ def _message_layout(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> _Message
     like = raw.x
     if fmt is not None:
         checks.dtype("x", raw.x, checks.QUANTIZABLE)
+        check_quantize(raw.x, fmt, (1, 128), "compact", False)
         like = quantize_spec(raw.x, fmt, (1, 128), "compact", False)
     like = map_arrays(lambda a: ArraySpec(tuple(a.shape), a.dtype), like)  # holds no memory
     each = (*_parts(like), *raw.parts)

@@ -11,7 +11,7 @@ import numpy as np
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, Quantized, QuantTensor
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import Call, enter, operation
+from fp8moe.runtime.dispatch import Call, current, enter, operation
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 #: backends that copy the offsets to the host, and therefore cannot be captured in a CUDA graph
@@ -48,6 +48,14 @@ def _limit_of(call: Call, num_sms: int | None) -> int | None:
     if limit is not None and call.device == "cpu":
         raise not_on_cpu("num_sms", limit)
     return limit
+
+
+def _selected(backend: str | None, num_sms: int | None) -> dict[str, Any]:
+    by_default = _default.options
+    return {
+        "backend": by_default[0] if backend is None else backend,
+        "num_sms": by_default[1] if num_sms is None else num_sms,
+    }
 
 
 def check_limit(num_sms: int | None, backend: str | None = None) -> int | None:
@@ -174,23 +182,28 @@ def grouped_gemm(
     if not quantized and not transpose_w and len(w.shape) == 3 and w.shape[1] == contraction:
         fix = "pass transpose_w=True for w [E, K, N]"
     checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction), fix)
-    experts, width = w.shape[0], w.shape[2 if transpose_w else 1]
-    checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
-    _check_counts(a.tokens_per_expert, experts)
-    out = call.empty(ArraySpec((a.x.shape[0], width), BFLOAT16 if quantized else a.x.dtype))
-    call.run(
-        "grouped_gemm",
-        "grouped_gemm",
-        a.x,
-        a.w,
-        a.expert_offsets,
-        a.tokens_per_expert,
-        transpose_w=transpose_w,
-        backend=backend,
-        num_sms=num_sms,
-        out=out,
-    )
-    return call.leave(out)
+    checks.offsets(call, "expert_offsets", a.expert_offsets, experts=w.shape[0] + 1)
+    _check_counts(a.tokens_per_expert, w.shape[0])
+    options: dict[str, Any] = {"transpose_w": transpose_w, "backend": backend, "num_sms": num_sms}
+    return raw_grouped_gemm(a.x, a.w, a.expert_offsets, a.tokens_per_expert, **options)
+
+
+def raw_grouped_gemm(
+    x: Any,
+    w: Any,
+    expert_offsets: Any,
+    tokens_per_expert: Any = None,
+    *,
+    transpose_w: bool = False,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> Any:
+    call, quantized = current.call, isinstance(x, QuantTensor)
+    columns = (w.data if quantized else w).shape[2 if transpose_w else 1]
+    out = call.empty(ArraySpec((x.shape[0], columns), BFLOAT16 if quantized else x.dtype))
+    options = {"transpose_w": transpose_w, **_selected(backend, num_sms)}
+    call.run("grouped_gemm", "grouped_gemm", x, w, expert_offsets, tokens_per_expert, **options, out=out)
+    return out
 
 
 @operation
@@ -256,12 +269,24 @@ def permute_gemm(
     if a.probs is not None:
         checks.dtype("probs", a.probs, checks.FLOATS)
         checks.shape("probs", a.probs, (a.plan.num_tokens, a.plan.prob_columns))
-    rows = a.plan.num_out_tokens
-    data = call.empty(ArraySpec((rows, a.w.data.shape[1]), BFLOAT16))
-    out = Permuted(data, None if a.probs is None else call.empty(ArraySpec((rows,), a.probs.dtype)), a.plan)
-    options = {"backend": backend, "num_sms": num_sms}
-    call.run("grouped_gemm", "permute_gemm", a.x, a.w, a.plan, a.probs, **options, out=out)
-    return call.leave(out)  # type: ignore[no-any-return]
+    return raw_permute_gemm(a.x, a.w, a.plan, a.probs, backend=backend, num_sms=num_sms)
+
+
+def raw_permute_gemm(
+    x: QuantTensor,
+    w: QuantTensor,
+    plan: PermutationPlan,
+    probs: Any = None,
+    *,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> Permuted:
+    call, rows = current.call, plan.num_out_tokens
+    data = call.array((rows, w.data.shape[1]), BFLOAT16)
+    out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
+    options = _selected(backend, num_sms)
+    call.run("grouped_gemm", "permute_gemm", x, w, plan, probs, **options, out=out)
+    return out
 
 
 @operation
@@ -356,24 +381,33 @@ def grouped_gemm_wgrad(
     shape = (a.expert_offsets.shape[0] - 1, width, depth)
     _check_counts(a.tokens_per_expert, shape[0])
     checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
-    if a.out is None:
-        result = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
-    else:
+    if a.out is not None:
         checks.dtype("out", a.out, checks.FLOATS)
         checks.shape("out", a.out, shape)
         read = {"dy": a.dy, "x": a.x, "expert_offsets": a.expert_offsets}
         checks.writable("out", a.out, **read, tokens_per_expert=a.tokens_per_expert)
-        result = a.out
+    options: dict[str, Any] = {"dtype": dtype, "backend": backend, "num_sms": num_sms}
+    counts = a.tokens_per_expert
+    return raw_grouped_gemm_wgrad(a.dy, a.x, a.expert_offsets, a.out, tokens_per_expert=counts, **options)
+
+
+def raw_grouped_gemm_wgrad(
+    dy: Any,
+    x: Any,
+    expert_offsets: Any,
+    out: Any = None,
+    *,
+    dtype: str = "float32",
+    backend: str | None = None,
+    num_sms: int | None = None,
+    tokens_per_expert: Any = None,
+) -> Any:
+    call, accumulate = current.call, out is not None
+    if out is None:
+        shape = expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]
+        out = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
+    options = {"accumulate": accumulate, **_selected(backend, num_sms)}
     call.run(
-        "grouped_gemm",
-        "grouped_gemm_wgrad",
-        a.dy,
-        a.x,
-        a.expert_offsets,
-        a.tokens_per_expert,
-        accumulate=a.out is not None,
-        backend=backend,
-        num_sms=num_sms,
-        out=result,
+        "grouped_gemm", "grouped_gemm_wgrad", dy, x, expert_offsets, tokens_per_expert, **options, out=out
     )
-    return call.leave(result) if out is None else out
+    return out

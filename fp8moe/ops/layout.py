@@ -127,8 +127,7 @@ def converted_shape(q: QuantTensor, layout: str, experts: int | None, align_size
     return scale_shape(q.shape, q.block, layout)
 
 
-def blocked_rows_spec(x: Any, plan: PermutationPlan, layout: str) -> QuantTensor:
-    """Specs of the permuted rows of ``x``, with scales in the blocked layout."""
+def check_blocked_rows(x: Any, plan: PermutationPlan, layout: str) -> None:
     checks.choice("layout", layout, ("compact", BLOCKED_128X4))
     if not isinstance(x, QuantTensor) or x.block != (1, 32):
         kind = x.block if isinstance(x, QuantTensor) else f"an array of {x.dtype}"
@@ -139,4 +138,8 @@ def blocked_rows_spec(x: Any, plan: PermutationPlan, layout: str) -> QuantTensor
             "128, because a tile has rows of one expert only; or permute compact scales, and convert them "
             "with fp8moe.to_layout(rows, layout, plan.expert_offsets)"
         )
+
+
+def blocked_rows_spec(x: QuantTensor, plan: PermutationPlan, layout: str) -> QuantTensor:
+    """Specs of the permuted rows of ``x``, with scales in the blocked layout."""
     return quant_spec((plan.num_out_tokens, x.shape[1]), x.fmt, (1, 32), layout)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16, LAYOUTS
-from fp8moe.ops.layout import blocked_rows_spec
+from fp8moe.ops.layout import blocked_rows_spec, check_blocked_rows
 from fp8moe.ops.plan import (
     NumOutTokens,
+    check_ids,
+    check_mask,
     is_exact,
     raw_plan_routing_map,
     raw_plan_topk,
@@ -19,7 +21,7 @@ from fp8moe.ops.plan import (
 )
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import Call, enter, operation
+from fp8moe.runtime.dispatch import Call, current, enter, operation
 
 #: blocks whose scales are permuted with their rows
 ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
@@ -80,21 +82,17 @@ def permute(
     """
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
-    plan = checks.plan(call, a.plan, fills=True)
-    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted, layout)
+    checks.plan(call, a.plan, fills=True)
+    options = _check_permute(a.x, a.plan, a.probs, fill_padding, zero_unweighted, layout)
+    return raw_permute(a.x, a.plan, a.probs, **options)
 
 
-def _permute(
-    call: Call,
-    x: Any,
-    plan: PermutationPlan,
-    probs: Any,
-    fill: bool,
-    zero_unweighted: bool = False,
-    layout: str = "compact",
-) -> Permuted:
-    tokens, rows, quantized = plan.num_tokens, plan.num_out_tokens, isinstance(x, QuantTensor)
-    if quantized:
+def _check_permute(
+    x: Any, plan: PermutationPlan, probs: Any, fill: bool, zero_unweighted: bool, layout: str
+) -> dict[str, Any]:
+    """Check all but the plan; returns the options of `raw_permute`."""
+    tokens = plan.num_tokens
+    if isinstance(x, QuantTensor):
         _check_rows("x", x, tokens)
     checks.arrays(
         ("x", x, None, (tokens, "H")),
@@ -108,11 +106,28 @@ def _permute(
         raise ValueError("zero_unweighted: got True without probs; wanted probs, or False")
     if not isinstance(layout, str) or layout != "compact":
         checks.choice("layout", layout, LAYOUTS)
+        check_blocked_rows(x, plan, layout)
+    return {"fill_padding": fill, "zero_unweighted": zero_unweighted, "layout": layout}
+
+
+def raw_permute(
+    x: Any,
+    plan: PermutationPlan,
+    probs: Any = None,
+    *,
+    fill_padding: bool = True,
+    zero_unweighted: bool = False,
+    layout: str = "compact",
+) -> Permuted:
+    call, rows = current.call, plan.num_out_tokens
+    if layout != "compact":
         data = call.empty(blocked_rows_spec(x, plan, layout))
+    elif isinstance(x, QuantTensor):
+        data = call.empty(rows_spec(x, rows))
     else:
-        data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
+        data = call.array((rows, x.shape[1]), x.dtype)
     out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
-    options = {"fill_padding": fill, "zero_unweighted": zero_unweighted}
+    options = {"fill_padding": fill_padding, "zero_unweighted": zero_unweighted}
     call.run("permute", "permute", x, plan, probs, **options, out=out)
     return out
 
@@ -180,7 +195,10 @@ def permute_and_pad(
     call = enter(x=x, routing_map=routing_map, probs=probs)
     a = call.args
     if num_experts is None:
-        plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
+        check_mask(a.routing_map)
+        plan = raw_plan_routing_map(
+            a.routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
+        )
     elif a.routing_map.dtype not in checks.INTEGERS:
         raise TypeError(
             f"num_experts: got {num_experts!r} with a routing_map of {a.routing_map.dtype.name}; wanted None "
@@ -189,8 +207,10 @@ def permute_and_pad(
     elif topk is not None:
         raise ValueError("topk: got one with num_experts; wanted None, because ids [T, k] determine it")
     else:
-        plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens, "routing_map")
-    return _permute(call, a.x, plan, a.probs, fill_padding, layout=layout)
+        num_experts = check_ids(call, "routing_map", a.routing_map, num_experts)
+        plan = raw_plan_topk(a.routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
+    options = _check_permute(a.x, plan, a.probs, fill_padding, False, layout)
+    return raw_permute(a.x, plan, a.probs, **options)
 
 
 @operation
@@ -232,8 +252,13 @@ def unpermute(x: ArrayLike, plan: PermutationPlan, merging_probs: ArrayLike | No
     if not isinstance(a.x, QuantTensor):
         checks.dtype("x", a.x, checks.FLOATS)
     _check_probs("merging_probs", a.merging_probs, a.plan)
-    out = call.empty(unpermute_spec(a.x, a.plan))
-    call.run("permute", "unpermute", a.x, a.plan, a.merging_probs, out=out)
+    return raw_unpermute(a.x, a.plan, a.merging_probs)
+
+
+def raw_unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
+    call = current.call
+    out = call.empty(unpermute_spec(x, plan))
+    call.run("permute", "unpermute", x, plan, merging_probs, out=out)
     return out
 
 
@@ -284,9 +309,13 @@ def permute_backward(
     if not isinstance(a.grad, QuantTensor):
         checks.dtype("grad", a.grad, checks.FLOATS)
     checks.arrays(("grad_probs", a.grad_probs, checks.FLOATS, (a.plan.num_out_tokens,)))
-    spec = (unpermute_spec(a.grad, a.plan), _probs_spec(a.plan, a.grad_probs))
-    out = call.empty(spec)
-    call.run("permute", "permute_backward", a.grad, a.plan, a.grad_probs, out=out)
+    return raw_permute_backward(a.grad, a.plan, a.grad_probs)
+
+
+def raw_permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -> tuple[Any, Any]:
+    call = current.call
+    out: tuple[Any, Any] = call.empty((unpermute_spec(grad, plan), _probs_spec(plan, grad_probs)))
+    call.run("permute", "permute_backward", grad, plan, grad_probs, out=out)
     return out
 
 
@@ -343,9 +372,16 @@ def unpermute_backward(
         checks.dtype("grad", a.grad, checks.FLOATS)
         checks.arrays(("x", a.x, (a.grad.dtype,), (a.plan.num_out_tokens, a.grad.shape[1])))
         _check_probs("merging_probs", a.merging_probs, a.plan)
-    spec = (rows_spec(a.grad, a.plan.num_out_tokens), _probs_spec(a.plan, a.merging_probs))
-    out = call.empty(spec)
-    call.run("permute", "unpermute_backward", a.grad, a.plan, a.x, a.merging_probs, out=out)
+    return raw_unpermute_backward(a.grad, a.plan, a.x, a.merging_probs)
+
+
+def raw_unpermute_backward(
+    grad: Any, plan: PermutationPlan, x: Any = None, merging_probs: Any = None
+) -> tuple[Any, Any]:
+    call = current.call
+    spec = rows_spec(grad, plan.num_out_tokens), _probs_spec(plan, merging_probs)
+    out: tuple[Any, Any] = call.empty(spec)
+    call.run("permute", "unpermute_backward", grad, plan, x, merging_probs, out=out)
     return out
 
 
@@ -416,20 +452,27 @@ def sort_chunks(
     rows_out = bound if num_out_tokens is None else num_out_tokens
     end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
     checks.room("num_out_tokens", rows_out, end, "split_sizes")
-    spec = sort_chunks_spec(a.x, a.probs, groups, rows_out)
-    out = call.empty(spec)
-    call.run(
-        "permute",
-        "sort_chunks",
-        a.x,
-        a.split_sizes,
-        a.sorted_indices,
-        a.probs,
-        align_size=align_size,
-        chunks_per_group=chunks_per_group,
-        keep_rest=keep_rest,
-        out=out,
-    )
+    options = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    return raw_sort_chunks(a.x, a.split_sizes, a.sorted_indices, a.probs, num_out_tokens=rows_out, **options)
+
+
+def raw_sort_chunks(
+    x: Any,
+    split_sizes: Any,
+    sorted_indices: Any,
+    probs: Any,
+    *,
+    align_size: int,
+    num_out_tokens: int,
+    chunks_per_group: int = 1,
+    keep_rest: bool = False,
+) -> SortedChunks:
+    """Also with sorted_indices None: in their present order."""
+    call = current.call
+    groups = split_sizes.shape[0] // chunks_per_group
+    out: SortedChunks = call.empty(sort_chunks_spec(x, probs, groups, num_out_tokens))
+    options = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    call.run("permute", "sort_chunks", x, split_sizes, sorted_indices, probs, **options, out=out)
     return out
 
 
@@ -505,19 +548,30 @@ def sort_chunks_backward(
     _most_rows(rows, groups, align_size)
     end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
     checks.room("grad", moved, end, "split_sizes")
-    probs_spec = None if a.grad_probs is None else ArraySpec((rows,), a.grad_probs.dtype)
-    out = call.empty((rows_spec(a.grad, rows), probs_spec))
+    options = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    return raw_sort_chunks_backward(
+        a.grad, a.split_sizes, a.sorted_indices, a.grad_probs, num_tokens=rows, **options
+    )
+
+
+def raw_sort_chunks_backward(
+    grad: Any,
+    split_sizes: Any,
+    sorted_indices: Any,
+    grad_probs: Any,
+    *,
+    align_size: int,
+    num_tokens: int,
+    chunks_per_group: int = 1,
+    keep_rest: bool = False,
+) -> tuple[Any, Any]:
+    """Also with sorted_indices None, as `raw_sort_chunks`."""
+    call = current.call
+    probs_spec = None if grad_probs is None else ArraySpec((num_tokens,), grad_probs.dtype)
+    out: tuple[Any, Any] = call.empty((rows_spec(grad, num_tokens), probs_spec))
+    options = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
     call.run(
-        "permute",
-        "sort_chunks_backward",
-        a.grad,
-        a.split_sizes,
-        a.sorted_indices,
-        a.grad_probs,
-        align_size=align_size,
-        chunks_per_group=chunks_per_group,
-        keep_rest=keep_rest,
-        out=out,
+        "permute", "sort_chunks_backward", grad, split_sizes, sorted_indices, grad_probs, **options, out=out
     )
     return out
 
@@ -628,8 +682,17 @@ def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_token
         if verb == "unpad":
             checks.room("x", rows, end_padded, "tokens_per_expert, padded to align_size")
         checks.room("num_out_tokens", rows_out, end_padded if verb == "pad" else end, "tokens_per_expert")
-    out = call.empty(rows_spec(call.args.x, rows_out))
-    call.run("permute", verb, call.args.x, counts, align_size=align_size, out=out)
+    return _raw_pad_or_unpad(verb, call.args.x, counts, align_size, rows_out)
+
+
+def raw_pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int) -> Any:
+    return _raw_pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
+
+
+def _raw_pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, rows: int) -> Any:
+    call = current.call
+    out = call.empty(rows_spec(x, rows))
+    call.run("permute", verb, x, counts, align_size=align_size, out=out)
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import Call, enter, operation
+from fp8moe.runtime.dispatch import Call, current, enter, operation
 from fp8moe.runtime.record_trees import SYMBOLIC_TYPES
 
 NumOutTokens = int | Literal["exact"] | None
@@ -56,7 +56,27 @@ def plan_topk(
     ([1, 1, 2], [0, 1, 2, 4])
     """
     call = enter(topk_ids=topk_ids)
-    return raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens)
+    ids = call.args.topk_ids
+    num_experts = check_ids(call, "topk_ids", ids, num_experts)
+    return raw_plan_topk(ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
+
+
+def check_ids(call: Call, name: str, ids: Any, num_experts: int) -> int:
+    """Check expert ids, of the argument ``name``; returns the number of experts."""
+    checks.dtype(name, ids, checks.INTEGERS)
+    checks.shape(name, ids, ("T", "k"))
+    num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
+    checks.expert_ids(call, name, ids, num_experts)
+    return num_experts
+
+
+def raw_plan_topk(
+    topk_ids: Any, num_experts: int, *, align_size: int = 1, num_out_tokens: NumOutTokens = None
+) -> PermutationPlan:
+    """Like `raw_plan_routing_map`, it checks ``align_size`` and the number of rows: `plan_spec` does."""
+    tokens, topk = topk_ids.shape
+    spec = plan_spec(tokens, num_experts, topk, align_size, num_out_tokens, has_slots=True)
+    return _run("plan_topk", topk_ids, spec, num_out_tokens)
 
 
 @operation
@@ -101,7 +121,24 @@ def plan_routing_map(
     (4, [1, 1, 2])
     """
     call = enter(routing_map=routing_map)
-    return raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens)
+    check_mask(call.args.routing_map)
+    options: dict[str, Any] = {"align_size": align_size, "topk": topk, "num_out_tokens": num_out_tokens}
+    return raw_plan_routing_map(call.args.routing_map, **options)
+
+
+def check_mask(routing_map: Any) -> None:
+    checks.dtype("routing_map", routing_map, checks.MASKS)
+    checks.shape("routing_map", routing_map, ("T", "E"))
+
+
+def raw_plan_routing_map(
+    routing_map: Any, *, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
+) -> PermutationPlan:
+    if topk is None:
+        num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
+    tokens, experts = routing_map.shape
+    spec = plan_spec(tokens, experts, places(topk, experts), align_size, num_out_tokens, has_slots=False)
+    return _run("plan_routing_map", routing_map, spec, num_out_tokens)
 
 
 @operation
@@ -215,36 +252,6 @@ def plan_index_map(row_id_map: ArrayLike, topk: int, *, num_out_tokens: int) -> 
     return call.leave(out)  # type: ignore[no-any-return]
 
 
-def raw_plan_topk(
-    call: Call,
-    ids: Any,
-    num_experts: int,
-    align_size: int,
-    num_out_tokens: NumOutTokens,
-    name: str = "topk_ids",
-) -> PermutationPlan:
-    """`plan_topk` within a call, on raw arrays. ``name``: the argument name of the ids."""
-    checks.dtype(name, ids, checks.INTEGERS)
-    checks.shape(name, ids, ("T", "k"))
-    num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
-    checks.expert_ids(call, name, ids, num_experts)
-    spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
-    return _run(call, "plan_topk", ids, spec, num_out_tokens)
-
-
-def raw_plan_routing_map(
-    call: Call, mask: Any, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
-) -> PermutationPlan:
-    """`plan_routing_map` within a call, on raw arrays."""
-    checks.dtype("routing_map", mask, checks.MASKS)
-    checks.shape("routing_map", mask, ("T", "E"))
-    if topk is None:
-        num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
-    tokens, experts = mask.shape
-    spec = plan_spec(tokens, experts, places(topk, experts), align_size, num_out_tokens, has_slots=False)
-    return _run(call, "plan_routing_map", mask, spec, num_out_tokens)
-
-
 def places(topk: int | None, num_experts: int) -> int:
     """Entries per token in the row map of a mask."""
     return num_experts if topk is None else min(checks.integer("topk", topk, 0), num_experts)
@@ -295,10 +302,9 @@ def static_bound(entries: int, num_experts: int, align_size: int) -> int:
     return (entries + padding) // align_size * align_size
 
 
-def _run(
-    call: Call, verb: str, routing: Any, spec: PermutationPlan, num_out_tokens: NumOutTokens
-) -> PermutationPlan:
-    out = call.empty(spec)
+def _run(verb: str, routing: Any, spec: PermutationPlan, num_out_tokens: NumOutTokens) -> PermutationPlan:
+    call = current.call
+    out: PermutationPlan = call.empty(spec)
     call.run("plan", verb, routing, out=out)
     if is_exact(num_out_tokens):
         # With the static bound nothing is dropped, so only the number of rows changes.

@@ -25,7 +25,7 @@ from fp8moe.formats import (
 from fp8moe.records import ArrayLike, ArraySpec, DeviceArray, Quantized, QuantTensor
 from fp8moe.runtime import checks, counters, interop
 from fp8moe.runtime.call import overwrite_counts, place_of
-from fp8moe.runtime.dispatch import enter, operation
+from fp8moe.runtime.dispatch import current, enter, operation
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
 QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
@@ -134,22 +134,39 @@ def quantize(
     checks.dtype("x", array, checks.QUANTIZABLE, "pass x as float32")
     eps = checks.number("eps", eps, 0.0)
     pow2 = checks.flag("pow2", pow2)
-    spec = quantize_spec(array, fmt, block, layout, columnwise, scale_rounding)
+    block, columnwise = check_quantize(array, fmt, block, layout, columnwise, scale_rounding)
     if is_mx(block) and not pow2:
         raise ValueError(
             f"pow2: got False with block {block}; wanted True, as MXFP8 scales are powers of two"
         )
-    if result is None:
-        result = call.empty(spec)
-    else:
-        checks.like("out", result, spec)
+    if result is not None:
+        checks.like("out", result, quantize_spec(array, fmt, block, layout, columnwise))
         checks.writable("out", result, x=array)
-    counters.record_cast(weight=block == (128, 128))
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "layout": layout, "columnwise": columnwise}
     round_up = scale_rounding == "up" if is_mx(block) else pow2
-    if out is not None:
-        call.count_overwrite(_codes(result))
-    call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
-    return call.leave(result) if out is None else out
+    return raw_quantize(array, round_up=round_up, eps=eps, out=result, **options)
+
+
+def raw_quantize(
+    x: Any,
+    *,
+    fmt: str = "e4m3",
+    block: Block = (1, 128),
+    round_up: bool = True,
+    eps: float = 0.0,
+    layout: str = "compact",
+    columnwise: bool = False,
+    out: Any = None,
+) -> Any:
+    """round_up: of MXFP8 scales; of the others, to powers of two."""
+    call = current.call
+    counters.record_cast(weight=block == (128, 128))
+    if out is None:
+        out = call.empty(quantize_spec(x, fmt, block, layout, columnwise))
+    else:
+        call.count_overwrite(_codes(out))
+    call.run("quantize", "quantize", x, round_up=round_up, eps=eps, out=out)
+    return out
 
 
 @operation
@@ -196,6 +213,7 @@ def quantize_parts(
             f"pass rows={ceil_div(rows, 128) * 128}, which fills up with zeros"
         )
     whole = ArraySpec((experts, parts * rows, columns), arrays[0].dtype)
+    checks.choice("fmt", fmt, FORMATS)
     spec = quantize_spec(whole, fmt, (128, 128), "compact", columnwise=True)
     if result is None:
         result = call.empty(spec)
@@ -207,13 +225,13 @@ def quantize_parts(
     if out is not None:
         call.count_overwrite(_codes(result))
     call.run("quantize", "quantize_parts", arrays, out=result, **options)
-    return call.leave(result) if out is None else out
+    return result
 
 
-def quantize_spec(
+def check_quantize(
     x: Any, fmt: str, block: Block, layout: str, columnwise: bool, scale_rounding: str = "up"
-) -> Any:
-    """Shapes of what `quantize` returns; refuses combinations that do not exist."""
+) -> tuple[Block, bool]:
+    """Refuse combinations that do not exist; returns ``block`` and ``columnwise``."""
     block = checks.block("block", block, QUANTIZE_BLOCKS)
     columnwise = checks.flag("columnwise", columnwise)
     checks.choice("fmt", fmt, FORMATS)
@@ -229,11 +247,16 @@ def quantize_spec(
         checks.shape("x", x, ("E", "N", "K"))
     else:
         checks.shape("x", x, ("M", "K"))
+    if columnwise and block not in _TRANSPOSED:
+        raise ValueError(f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)")
+    return block, columnwise
+
+
+def quantize_spec(x: Any, fmt: str, block: Block, layout: str, columnwise: bool) -> Any:
+    """Shapes of what `quantize` returns."""
     rowwise = quant_spec(x.shape, fmt, block, layout)
     if not columnwise:
         return rowwise
-    if block not in _TRANSPOSED:
-        raise ValueError(f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)")
     transposed = block == (128, 128)
     layout = layout if layout == BLOCKED_128X4 else "compact"
     return Quantized(rowwise, quant_spec(x.shape, fmt, _TRANSPOSED[block], layout, transposed=transposed))
@@ -313,7 +336,12 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayL
         checks.offsets(call, "expert_offsets", a.expert_offsets)
         if is_columnwise(a.q.block):
             checks.column_scales(call, "q", a.q, a.expert_offsets)
-    out = call.empty(ArraySpec(a.q.shape, BFLOAT16 if dtype == "bfloat16" else checks.FLOAT32))
-    counters.record_cast(weight=a.q.block == (128, 128))
-    call.run("quantize", "dequantize", a.q, expert_offsets=a.expert_offsets, out=out)
-    return call.leave(out)
+    return raw_dequantize(a.q, dtype=dtype, expert_offsets=a.expert_offsets)
+
+
+def raw_dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = None) -> Any:
+    call = current.call
+    out = call.empty(ArraySpec(q.shape, BFLOAT16 if dtype == "bfloat16" else checks.FLOAT32))
+    counters.record_cast(weight=q.block == (128, 128))
+    call.run("quantize", "dequantize", q, expert_offsets=expert_offsets, out=out)
+    return out

@@ -9,10 +9,10 @@ import numpy as np
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.ops.quantize import quant_spec
-from fp8moe.ops.transpose import column_scale_rows, transpose_spec
+from fp8moe.ops.transpose import check_transpose, column_scale_rows, transpose_spec
 from fp8moe.records import ArrayLike, ArraySpec, Quantized, SwigluGrad
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import Call, enter, operation
+from fp8moe.runtime.dispatch import current, enter, operation
 
 
 @operation
@@ -53,10 +53,15 @@ def swiglu(
     >>> fp8moe.swiglu(np.array([[0.0, 100.0, 5.0, 2.0]], np.float32)).tolist()
     [[0.0, 200.0]]
     """
-    call, a = _enter(activation, checks.FLOATS, h=h, probs=probs)
-    out = call.empty(ArraySpec((a.h.shape[0], activation.width(a.h.shape[1])), a.h.dtype))
-    call.run("swiglu", "swiglu", a.h, a.probs, activation=activation, out=out)
-    return call.leave(out)
+    a = _enter(activation, checks.FLOATS, h=h, probs=probs)
+    return raw_swiglu(a.h, a.probs, activation=activation)
+
+
+def raw_swiglu(h: Any, probs: Any = None, *, activation: Activation = SWIGLU) -> Any:
+    call, (rows, columns) = current.call, h.shape
+    out = call.empty(ArraySpec((rows, activation.width(columns)), h.dtype))
+    call.run("swiglu", "swiglu", h, probs, activation=activation, out=out)
+    return out
 
 
 @operation
@@ -97,11 +102,17 @@ def swiglu_backward(
     >>> g.dh.tolist(), g.dprobs  # silu'(0) = 1/2
     ([[2.0, 0.0]], None)
     """
-    call, a = _enter(activation, checks.FLOATS, h=h, probs=probs, grad=grad)
-    spec = SwigluGrad(ArraySpec(tuple(a.h.shape), a.h.dtype), _dprobs_spec(a.h, a.probs))
-    out = call.empty(spec)
-    call.run("swiglu", "swiglu_backward", a.grad, a.h, a.probs, activation=activation, out=out)
-    return call.leave(out)
+    a = _enter(activation, checks.FLOATS, h=h, probs=probs, grad=grad)
+    return raw_swiglu_backward(a.grad, a.h, a.probs, activation=activation)
+
+
+def raw_swiglu_backward(
+    grad: Any, h: Any, probs: Any = None, *, activation: Activation = SWIGLU
+) -> SwigluGrad:
+    call = current.call
+    out: SwigluGrad = call.empty(SwigluGrad(ArraySpec(tuple(h.shape), h.dtype), _dprobs_spec(h, probs)))
+    call.run("swiglu", "swiglu_backward", grad, h, probs, activation=activation, out=out)
+    return out
 
 
 @operation
@@ -164,7 +175,7 @@ def swiglu_quantize(
     >>> q.shape, fp8moe.dequantize(q)[0, 0].item()  # 10,000 rounded to four bits
     ((1, 128), 10240.0)
     """
-    call, a = _enter(
+    a = _enter(
         activation,
         checks.QUANTIZABLE,
         align_size,
@@ -172,18 +183,28 @@ def swiglu_quantize(
         probs=probs,
         expert_offsets=expert_offsets,
     )
-    shape = (a.h.shape[0], activation.width(a.h.shape[1]))
-    out = call.empty(activation_spec(shape, fmt, block, columnwise, a.expert_offsets, align_size, transposed))
-    call.run(
-        "swiglu",
-        "swiglu_quantize",
-        a.h,
-        a.probs,
-        activation=activation,
-        expert_offsets=a.expert_offsets,
-        out=out,
-    )
-    return call.leave(out)
+    options = _check_quantized(fmt, block, columnwise, transposed, a.expert_offsets, align_size)
+    return raw_swiglu_quantize(a.h, a.probs, activation=activation, **options)
+
+
+def raw_swiglu_quantize(
+    h: Any,
+    probs: Any = None,
+    *,
+    fmt: str = "e4m3",
+    block: Block = (1, 128),
+    activation: Activation = SWIGLU,
+    columnwise: bool = False,
+    transposed: bool = False,
+    expert_offsets: Any = None,
+    align_size: int = 1,
+) -> Any:
+    call = current.call
+    shape = h.shape[0], activation.width(h.shape[1])
+    out = call.empty(activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size))
+    options: dict[str, Any] = {"activation": activation, "expert_offsets": expert_offsets}
+    call.run("swiglu", "swiglu_quantize", h, probs, **options, out=out)
+    return out
 
 
 @operation
@@ -242,7 +263,7 @@ def swiglu_quantize_backward(
     >>> g.dh.shape, fp8moe.dequantize(g.dh).max().item()
     ((1, 256), 0.0)
     """
-    call, a = _enter(
+    a = _enter(
         activation,
         checks.QUANTIZABLE,
         align_size,
@@ -257,19 +278,55 @@ def swiglu_quantize_backward(
             f"grad: got F = {a.grad.shape[1]}; wanted a multiple of {width}, so that no block spans both "
             "halves of dh"
         )
-    dh = activation_spec(tuple(a.h.shape), fmt, block, columnwise, a.expert_offsets, align_size, transposed)
-    out = call.empty(SwigluGrad(dh, _dprobs_spec(a.h, a.probs)))
-    call.run(
-        "swiglu",
-        "swiglu_quantize_backward",
-        a.grad,
-        a.h,
-        a.probs,
-        activation=activation,
-        expert_offsets=a.expert_offsets,
-        out=out,
-    )
-    return call.leave(out)
+    options = _check_quantized(fmt, block, columnwise, transposed, a.expert_offsets, align_size)
+    return raw_swiglu_quantize_backward(a.grad, a.h, a.probs, activation=activation, **options)
+
+
+def raw_swiglu_quantize_backward(
+    grad: Any,
+    h: Any,
+    probs: Any = None,
+    *,
+    fmt: str = "e4m3",
+    block: Block = (1, 128),
+    activation: Activation = SWIGLU,
+    columnwise: bool = False,
+    transposed: bool = False,
+    expert_offsets: Any = None,
+    align_size: int = 1,
+) -> SwigluGrad:
+    call, shape = current.call, tuple(h.shape)
+    dh = activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size)
+    out: SwigluGrad = call.empty(SwigluGrad(dh, _dprobs_spec(h, probs)))
+    options: dict[str, Any] = {"activation": activation, "expert_offsets": expert_offsets}
+    call.run("swiglu", "swiglu_quantize_backward", grad, h, probs, **options, out=out)
+    return out
+
+
+def _check_quantized(
+    fmt: str, block: Block, columnwise: bool, transposed: bool, offsets: Any, align_size: int
+) -> dict[str, Any]:
+    """Check how a result is quantised; returns the options of the functions that do it."""
+    block = checks.block("block", block, COLUMN_BLOCK)
+    columnwise = checks.flag("columnwise", columnwise)
+    checks.choice("fmt", fmt, ("e4m3", "e5m2"))
+    align_size = checks.integer("align_size", align_size, 1)
+    transposed = checks.flag("transposed", transposed)
+    if transposed and columnwise:
+        raise ValueError("columnwise, transposed: got both; wanted one of them")
+    if transposed and block != (1, 128):
+        raise ValueError(f"block: got {block} with transposed=True; wanted (1, 128)")
+    if transposed:
+        experts = None if offsets is None else offsets.shape[0] - 1
+        check_transpose(block, experts, align_size, "block", "compact")
+    return {
+        "fmt": fmt,
+        "block": block,
+        "columnwise": columnwise,
+        "transposed": transposed,
+        "expert_offsets": offsets,
+        "align_size": align_size,
+    }
 
 
 def activation_spec(
@@ -277,21 +334,13 @@ def activation_spec(
     fmt: str,
     block: Block,
     columnwise: bool,
+    transposed: bool,
     offsets: Any,
     align_size: int,
-    transposed: bool = False,
 ) -> Any:
     """Specs of a quantised activation [P, F], row-wise or in both orientations."""
-    block = checks.block("block", block, COLUMN_BLOCK)
-    columnwise = checks.flag("columnwise", columnwise)
-    checks.choice("fmt", fmt, ("e4m3", "e5m2"))
-    align_size = checks.integer("align_size", align_size, 1)
     rowwise = quant_spec(shape, fmt, block, "compact")
-    if checks.flag("transposed", transposed):
-        if columnwise:
-            raise ValueError("columnwise, transposed: got both; wanted one of them")
-        if block != (1, 128):
-            raise ValueError(f"block: got {block} with transposed=True; wanted (1, 128)")
+    if transposed:
         experts = None if offsets is None else offsets.shape[0] - 1
         return Quantized(rowwise, transpose_spec(rowwise, shape[0], experts, align_size, "block"))
     if not columnwise:
@@ -308,7 +357,8 @@ def _enter(
     dtypes: tuple[np.dtype, ...],
     align_size: int = 1,
     **arrays: Any,
-) -> tuple[Call, Any]:
+) -> Any:
+    """The arrays as raw buffers, checked."""
     checks.options("activation", activation, Activation)
     call = enter(**arrays)
     a = call.args
@@ -326,7 +376,7 @@ def _enter(
     if getattr(a, "expert_offsets", None) is not None:
         align_size = checks.integer("align_size", align_size, 1)
         checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
-    return call, a
+    return a
 
 
 def _dprobs_spec(h: Any, probs: Any) -> ArraySpec | None:

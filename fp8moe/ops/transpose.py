@@ -9,7 +9,7 @@ from fp8moe.formats import BLOCKED_128X4, COLUMN_BLOCK, LAYOUTS, Block, blocked_
 from fp8moe.ops.quantize import quant_spec
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, QuantTensor
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import enter, operation
+from fp8moe.runtime.dispatch import current, enter, operation
 
 
 @operation
@@ -84,10 +84,25 @@ def scaling_aware_transpose(
     if a.expert_offsets is not None:
         checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
         experts = a.expert_offsets.shape[0] - 1
-    out = call.empty(transpose_spec(a.q, a.q.shape[0], experts, align_size, target, layout))
+    check_transpose(a.q.block, experts, align_size, target, layout)
     checks.powers_of_two(call, "q", a.q)
-    call.run("transpose", "scaling_aware_transpose", a.q, a.expert_offsets, target=target, out=out)
-    return call.leave(out)
+    options: dict[str, Any] = {"target": target, "align_size": align_size, "layout": layout}
+    return raw_scaling_aware_transpose(a.q, a.expert_offsets, **options)
+
+
+def raw_scaling_aware_transpose(
+    q: QuantTensor,
+    expert_offsets: Any = None,
+    *,
+    target: str = "column",
+    align_size: int = 1,
+    layout: str = "compact",
+) -> QuantTensor:
+    call = current.call
+    experts = None if expert_offsets is None else expert_offsets.shape[0] - 1
+    out: QuantTensor = call.empty(transpose_spec(q, q.shape[0], experts, align_size, target, layout))
+    call.run("transpose", "scaling_aware_transpose", q, expert_offsets, target=target, out=out)
+    return out
 
 
 @operation
@@ -134,11 +149,37 @@ def permute_transpose(
     checks.offsets(call, "plan.expert_offsets", a.plan.expert_offsets, **align)
     checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
-    spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size, target, layout)
+    check_transpose(a.q.block, a.plan.num_experts, a.plan.align_size, target, layout)
     checks.powers_of_two(call, "q", a.q)
-    out = call.empty(spec)
-    call.run("transpose", "permute_transpose", a.q, a.plan, target=target, out=out)
-    return call.leave(out)
+    return raw_permute_transpose(a.q, a.plan, target=target, layout=layout)
+
+
+def raw_permute_transpose(
+    q: QuantTensor, plan: PermutationPlan, *, target: str = "column", layout: str = "compact"
+) -> QuantTensor:
+    call, rows = current.call, plan.num_out_tokens
+    out: QuantTensor = call.empty(transpose_spec(q, rows, plan.num_experts, plan.align_size, target, layout))
+    call.run("transpose", "permute_transpose", q, plan, target=target, out=out)
+    return out
+
+
+def check_transpose(block: Block, experts: int | None, align_size: int, target: str, layout: str) -> None:
+    checks.choice("target", target, ("column", "tile", "block"))
+    checks.choice("layout", layout, ("compact", BLOCKED_128X4))
+    if transposed_block(block, target) not in LAYOUTS[layout]:
+        raise ValueError(
+            f"layout: got {layout!r} for a result of block {transposed_block(block, target)}; wanted it with "
+            "(1, 32) only"
+        )
+    if target != "block":
+        return
+    if block != (1, 128):
+        raise TypeError(f'q.block: got {block} with target="block"; wanted (1, 128)')
+    if experts is not None and align_size % 128:
+        raise ValueError(
+            f'align_size: got {align_size} with target="block"; wanted a multiple of 128, because every '
+            "expert must start at a block boundary"
+        )
 
 
 def transpose_spec(
@@ -149,24 +190,14 @@ def transpose_spec(
     target: str = "column",
     layout: str = "compact",
 ) -> QuantTensor:
-    checks.choice("target", target, ("column", "tile", "block"))
-    checks.choice("layout", layout, ("compact", BLOCKED_128X4))
+    """Shapes of transposed rows."""
     block = transposed_block(q.block, target)
-    if block not in LAYOUTS[layout]:
-        raise ValueError(f"layout: got {layout!r} for a result of block {block}; wanted it with (1, 32) only")
     if layout == BLOCKED_128X4:
         shape = rows, q.shape[1]
         scales = blocked_shape(shape, block, tiles_of_rows(rows, experts, align_size))
         spec = quant_spec(shape, q.fmt, block, layout)
         return replace(spec, scales=ArraySpec(scales, spec.scales.dtype))
     if target == "block":
-        if q.block != (1, 128):
-            raise TypeError(f'q.block: got {q.block} with target="block"; wanted (1, 128)')
-        if experts is not None and align_size % 128:
-            raise ValueError(
-                f'align_size: got {align_size} with target="block"; wanted a multiple of 128, because every '
-                "expert must start at a block boundary"
-            )
         return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", transposed=True)
     scale_rows = None if experts is None else column_scale_rows(rows, experts, block[0], align_size)
     return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", scale_rows)

@@ -40,7 +40,7 @@ class NotPlannable(Exception):
 
 
 class _Current(threading.local):
-    call: Call | None = None  # the outermost one that runs in this thread
+    call: Any = None  # the outermost `Call` that runs in this thread; None outside of operations
 
 
 current = _Current()

@@ -22,7 +22,7 @@ from fp8moe.runtime.call import NOWHERE, Call, NotPlannable, current
 from fp8moe.runtime.launch_plan import LaunchPlan
 from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
 
-__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "enter", "operation"]
+__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "current", "enter", "operation"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -26,6 +26,7 @@ from fp8moe.runtime.call import (
     NotPlannable,
     count_overwrite,
     cuda_launch,
+    current,
     replace_arrays,
 )
 from fp8moe.runtime.interop import Framework, RawArray
@@ -92,12 +93,14 @@ class DryRun(Call):
         if self.device != NOWHERE:
             arguments = (self.device, 0, self.scratch, self), function, *arguments
             function = cuda_launch().run_at
-        before = counters.counting()
+        before, counting = current.call, counters.counting()
         try:
             counters.active.set((self.events.append,))
-            return super().perform(function, *arguments, **options)
+            current.call = self
+            return function(*arguments, **options)
         finally:
-            counters.active.set(before)
+            current.call = before
+            counters.active.set(counting)
 
     _do: Any = staticmethod(operator.call)  # the launchers log their launches
 
