@@ -1,5 +1,5 @@
-// kernels_cuda/gemm/mma.cuh in C++: the lanes of a warp exchange their operands, and each computes its own part of
-// the product.
+// kernels_cuda/gemm/mma.cuh in C++: the lanes of a warp exchange their operands, and each computes its own
+// part of the product.
 #pragma once
 #include "fp8.cuh"
 
