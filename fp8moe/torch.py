@@ -9,7 +9,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLo
 from fp8moe.adapters.torch.distributed.symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
 from fp8moe.adapters.torch.fsdp import padded_elements, shard_placement
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted, quantize_fp8_weights
-from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
+from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.ops import (
     as_float8,
     dequantize,
@@ -37,6 +37,7 @@ from fp8moe.adapters.torch.router import Router, route
 from fp8moe.adapters.torch.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad, scaled_mm
 from fp8moe.adapters.torch.sharding import LoadPlanner, clip_grad_norm_, exclude_from_ddp, param_groups
 from fp8moe.adapters.torch.stats import LayerStats, TensorStats, tensor_stats
+from fp8moe.adapters.torch.weights import weights_unchanged
 
 __all__ = [
     "MOST_RANKS",

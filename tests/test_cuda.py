@@ -1498,7 +1498,8 @@ def test_the_torch_module_in_a_cuda_graph(scope):
     quantises the weights itself; captured in a weights_unchanged context it reads the copies of
     quantize_weights()."""
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
-    from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
+    from fp8moe.adapters.torch.layer import FP8FlowMoE
+    from fp8moe.adapters.torch.weights import weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
@@ -1557,7 +1558,8 @@ def test_the_torch_module_in_a_cuda_graph(scope):
 def test_micro_batches_in_one_cuda_graph():
     """A weights_unchanged context inside a captured step makes one set of copies per replay."""
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
+    from fp8moe.adapters.torch.layer import FP8FlowMoE
+    from fp8moe.adapters.torch.weights import weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")

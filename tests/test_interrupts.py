@@ -16,7 +16,8 @@ from interrupts import at_moments
 
 import fp8moe
 from fp8moe.adapters.torch.functional import quantize_fp8_weights
-from fp8moe.adapters.torch.layer import FP8FlowMoE, weights_unchanged
+from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.weights import weights_unchanged
 from fp8moe.ops.grouped_gemm import _default
 from fp8moe.ops.quantize import times_overwritten
 from fp8moe.runtime import call, counters, scopes
@@ -205,7 +206,7 @@ def test_a_trace_ends_with_its_block():
 STORM = """
 import faulthandler, os, signal
 import numpy as np, fp8moe
-from fp8moe import call, counters
+from fp8moe.runtime import call, counters
 small, large = (np.random.default_rng().standard_normal((n, 512)).astype(np.float32) for n in (3, 160))
 wanted = [fp8moe.quantize(x) for x in (small, large)]
 np.seterr(all="raise")
@@ -274,7 +275,7 @@ def test_an_interrupt_does_not_leave_weights_unchanged_in_force():
             raise
 
     for moment in at_moments(work, most=60):
-        assert not any(layer._declared for layer in layers)
+        assert not any(layer._fp8_weights.declared for layer in layers)
         if moment % 10 == 0:
             with torch.no_grad():
                 layers[0].w13.data.mul_(-1)  # not seen inside
@@ -290,16 +291,16 @@ def test_interrupted_copies_are_not_used():
     layer, x, whole = FP8FlowMoE(128, 128, 2, 1), torch.randn(3, 128), 0
     with torch.no_grad():
         layer.quantize_weights()
-        layer._kept.captured = True
+        layer._fp8_weights.kept.captured = True
 
         def work():
             layer.w13.data.mul_(-1)  # not seen
             layer.quantize_weights()
 
         for _ in at_moments(work, most=60):
-            if layer._kept.current:
+            if layer._fp8_weights.kept.current:
                 whole += 1
-                codes = [q.rowwise.data for q in layer._kept.records]
+                codes = [q.rowwise.data for q in layer._fp8_weights.kept.records]
                 fresh = [q.rowwise.data for q in quantize_fp8_weights(layer.w13, layer.w2)]
                 flipped = [q.rowwise.data for q in quantize_fp8_weights(-layer.w13, layer.w2)]
                 assert any(all(map(torch.equal, codes, those)) for those in (fresh, flipped))

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 import fp8moe
 import fp8moe.torch
 from fp8moe import RouterConfig
-from fp8moe.adapters.torch import layer as torch_moe
+from fp8moe.adapters.torch import weights as torch_weights
 from fp8moe.adapters.torch.functional import quantize_fp8_weights
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.router import Router
 from fp8moe.adapters.torch.sharding import LoadPlanner
+from fp8moe.adapters.torch.weights import FP8Weights, weights_unchanged
 from fp8moe.runtime.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -94,7 +95,7 @@ BEFORE = {
 
 
 def in_a_scope(layer):
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         step(layer, layer, tokens(layer.w13.device))
 
 
@@ -242,7 +243,7 @@ def accumulate(layer, optimizer, micro_batches, convention):
     total = 0.0
     with fp8moe.trace() as traced:
         if convention == "scope":
-            with torch_moe.weights_unchanged(torch.nn.Sequential(torch.nn.Identity(), layer)):
+            with weights_unchanged(torch.nn.Sequential(torch.nn.Identity(), layer)):
                 for x in micro_batches:
                     loss = layer(x).float().square().mean()
                     loss.backward()
@@ -289,11 +290,11 @@ def test_parametrized_weights_are_kept_only_if_cached():
     torch.nn.utils.parametrize.register_parametrization(layer, "w13", Scaled())
     wanted = layer(x)
     message = r"w13: got a weight that is computed anew.*torch\.nn\.utils\.parametrize\.cached"
-    with pytest.raises(RuntimeError, match=message), torch_moe.weights_unchanged(layer):
+    with pytest.raises(RuntimeError, match=message), weights_unchanged(layer):
         pass
     with pytest.raises(RuntimeError, match=message):
         layer(x, is_first_microbatch=True)
-    with torch.nn.utils.parametrize.cached(), torch_moe.weights_unchanged(layer):
+    with torch.nn.utils.parametrize.cached(), weights_unchanged(layer):
         assert torch.equal(layer(x), wanted)
     assert torch.equal(layer(x), wanted)
 
@@ -338,7 +339,7 @@ def test_forward_and_gradient_use_one_evaluation_of_a_parametrized_weight(recipe
 def test_weights_unchanged_for_evaluation(device):
     layer = module(device)
     wanted = [fresh(layer)(tokens(device, seed)).detach() for seed in range(3)]
-    with torch_moe.weights_unchanged(layer), layer.weights_unchanged(), fp8moe.trace() as traced:
+    with weights_unchanged(layer), layer.weights_unchanged(), fp8moe.trace() as traced:
         for guard in (torch.no_grad, torch.inference_mode):
             with guard():
                 for seed in range(3):
@@ -362,7 +363,7 @@ def test_changed_weights_in_a_scope_raise(device):
     for fused in (False, True):
         layer = module(device)
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=fused)
-        with torch_moe.weights_unchanged(layer):
+        with weights_unchanged(layer):
             step(layer, layer, x)
             optimizer.step()
             for guard in (torch.enable_grad, torch.no_grad):
@@ -376,7 +377,7 @@ def test_changed_weights_in_a_scope_raise(device):
         assert_fresh(layer)
     for write in (multiply_in_no_grad, other_data, other_parameters, load_by_assignment):
         layer = module(device)
-        with torch_moe.weights_unchanged(layer):
+        with weights_unchanged(layer):
             write(layer)
             with pytest.raises(
                 RuntimeError, match="w13: got changed weights although they were declared unchanged"
@@ -388,7 +389,7 @@ def test_changed_weights_in_a_scope_raise(device):
         assert_fresh(layer)
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device=device))], fused=True)
     other.param_groups[0]["params"][0].grad = torch.ones(3, device=device)
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         other.step()
         layer(x)
 
@@ -399,12 +400,12 @@ def test_frozen_weights_of_an_optimizer_are_unchanged(device):
     for name in WEIGHTS:
         getattr(layer, name).requires_grad_(False)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=True)
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         for _ in range(2):
             layer(x).sum().backward()
             optimizer.step()
     layer.w2.requires_grad_(True)
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         layer(x).sum().backward()
         optimizer.step()
         with pytest.raises(RuntimeError, match="w13: got changed weights"):
@@ -426,7 +427,7 @@ def test_other_kinds_of_false(value, error, message):
 def test_a_list_of_layers_is_refused():
     with (
         pytest.raises(TypeError, match="model: got list; wanted a Module"),
-        torch_moe.weights_unchanged([module()]),
+        weights_unchanged([module()]),
     ):
         pass
 
@@ -591,7 +592,7 @@ def test_steps_of_an_engine(device, engine):
         with torch.no_grad():
             assert not torch.equal(layer(x), first)
     for _ in range(2):
-        with torch_moe.weights_unchanged(torch.nn.Sequential(layer)), fp8moe.trace() as traced:
+        with weights_unchanged(torch.nn.Sequential(layer)), fp8moe.trace() as traced:
             first, second = step_of(layer, x), step_of(layer, x)
             assert torch.equal(first, second)
             assert traced.weight_casts == (2 if engine is PartitioningEngine else 0)  # once: here, on entry
@@ -632,7 +633,7 @@ def test_a_step_of_an_engine_of_another_model(device, frozen):
     """It outdates the copies of weights that it may have written, not those of frozen ones."""
     teacher, student = module(device).requires_grad_(not frozen), module(device)
     stepping, x = FlatEngine(student), tokens(device)
-    with torch_moe.weights_unchanged(teacher):
+    with weights_unchanged(teacher):
         y = teacher(x)
         step_of(student, x)
         stepping.step()
@@ -672,17 +673,17 @@ def test_a_step_while_another_thread_makes_copies(monkeypatch):
     for layer in layers[:2]:
         layer.quantize_weights()
     optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
-    read = FP8FlowMoE.__getattribute__
+    read = FP8Weights.__getattribute__
     threads = []
 
-    def interrupted(layer, name):
-        if name == "_copies" and not threads and threading.current_thread() is threading.main_thread():
+    def interrupted(weights, name):
+        if name == "copies" and not threads and threading.current_thread() is threading.main_thread():
             threads.append(threading.Thread(target=layers[2].quantize_weights))
             threads[0].start()
             threads[0].join()
-        return read(layer, name)
+        return read(weights, name)
 
-    monkeypatch.setattr(FP8FlowMoE, "__getattribute__", interrupted)
+    monkeypatch.setattr(FP8Weights, "__getattribute__", interrupted)
     optimizer.step()
     assert threads
 
@@ -722,24 +723,24 @@ def test_backward_uses_the_codes_of_its_forward(device):
 def test_overwritten_codes_raise(device, monkeypatch):
     """Only copies that a CUDA graph reads are overwritten, and they keep their addresses, because a graph may
     be replayed at any time."""
-    places, quantize = [], torch_moe.quantize_fp8_weights
+    places, quantize = [], torch_weights.quantize_fp8_weights
 
     def recorded(*weights, **options):
         copies = quantize(*weights, **options)
         places.append([a.data_ptr() for a in arrays_in(copies)])
         return copies
 
-    monkeypatch.setattr(torch_moe, "quantize_fp8_weights", recorded)
+    monkeypatch.setattr(torch_weights, "quantize_fp8_weights", recorded)
     layer, x = module(device), tokens(device).requires_grad_()
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         with monkeypatch.context() as capture:
-            capture.setattr(torch_moe, "_capturing", lambda w: True)
+            capture.setattr(torch_weights, "is_capturing", lambda w: True)
             y = layer(x)
         layer.quantize_weights()
         with pytest.raises(RuntimeError, match="w13, w2: got FP8 copies that quantize_weights"):
             y.sum().backward()
         layer(x).sum().backward()
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         layer(x)
     assert len(places) == 3
     assert places[0] == places[1] == places[2]
@@ -759,7 +760,7 @@ def test_activation_checkpointing(device, scope, reentrant):
         with fp8moe.trace() as traced:
             run = lambda x: checkpoint(layer, x, use_reentrant=reentrant)  # noqa: E731
             if scope:
-                with torch_moe.weights_unchanged(layer):
+                with weights_unchanged(layer):
                     actual = step(run, layer, x)
             else:
                 actual = step(run, layer, x)
@@ -783,7 +784,7 @@ def test_compiled(device, recipe):
         evaluate(layer, compiled)
         by_another_library(layer)
         assert_fresh(layer, compiled)
-        with torch_moe.weights_unchanged(layer), fp8moe.trace() as traced:
+        with weights_unchanged(layer), fp8moe.trace() as traced:
             assert_fresh_in_scope(layer, compiled)
         assert traced.weight_casts == 0
     layer.quantize_weights()
@@ -791,7 +792,7 @@ def test_compiled(device, recipe):
     with torch.no_grad():
         compiled(tokens(device))
     assert layer.fp8_weight_nbytes == 0
-    with torch_moe.weights_unchanged(layer):
+    with weights_unchanged(layer):
         optimizer.step()
         with pytest.raises(Exception, match="got changed weights although they were declared unchanged"):
             compiled(tokens(device))
@@ -809,7 +810,7 @@ def test_a_scope_inside_of_compiled_code(monkeypatch):
 
     @torch.compile(backend="eager")
     def forward(x):
-        with torch_moe.weights_unchanged(layer):
+        with weights_unchanged(layer):
             return layer(x)
 
     with torch.no_grad():
@@ -901,7 +902,7 @@ def sharded(rank, folder):
         for turn in range(3):
             with fp8moe.trace() as traced:
                 if "scope" in sharding:
-                    with torch_moe.weights_unchanged(block):
+                    with weights_unchanged(block):
                         micro_batches(block, turn, outputs)
                 else:
                     micro_batches(block, turn, outputs)
@@ -968,7 +969,7 @@ def changed_shards(rank, folder):
         for write in (load, multiply, multiply_parts, step):
             parent = torch.nn.Sequential(module())
             layer = fully_shard(parent, mesh=mesh)[0]
-            with torch_moe.weights_unchanged(parent):
+            with weights_unchanged(parent):
                 assert torch.equal(parent(x), before)
                 parent.reshard()
                 write(layer)

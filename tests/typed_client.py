@@ -28,6 +28,7 @@ from fp8moe.adapters.jax import ops as jax_ops
 from fp8moe.adapters.torch import fsdp as torch_fsdp
 from fp8moe.adapters.torch import layer as torch_moe
 from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch import weights as torch_weights
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 
 
@@ -65,7 +66,7 @@ def torch_client(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ids: torc
     assert_type(y, torch.Tensor)
     y = fp8moe.torch.moe_experts(x, w13, w2, ids, torch.ones(ids.shape), comm=ProcessGroup())
     layer = torch_moe.FP8FlowMoE(256, 128, 8, 2, recipe="bf16")
-    with torch_moe.weights_unchanged(layer):
+    with torch_weights.weights_unchanged(layer):
         z: torch.Tensor = layer(y)
     torch_fsdp.shard_placement(8)(layer.w13)
     transformers.enable("fp8_flow", recompute="moe_expert", name="fp8moe")

@@ -1,14 +1,10 @@
-"""The expert layer as a torch module: router, experts, and quantisation of the weights."""
+"""The expert layer as a torch module: a router, the weights of its experts, and their call."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 from fp8moe.adapters import needs
 
@@ -16,14 +12,10 @@ with needs("torch"):
     import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils.parametrize import is_parametrized
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
-from fp8moe.adapters.torch.functional import quantize_fp8_weights
 from fp8moe.adapters.torch.grouped import by_grouped_mm
 from fp8moe.adapters.torch.operation import (
     check_float,
@@ -38,8 +30,6 @@ from fp8moe.adapters.torch.sharding import (
     as_shard,
     check_own_experts,
     checksum,
-    engine_of,
-    is_whole,
     local_of,
     own_experts,
     own_part,
@@ -47,14 +37,13 @@ from fp8moe.adapters.torch.sharding import (
     shard_of,
 )
 from fp8moe.adapters.torch.stats import Collector, LayerStats
+from fp8moe.adapters.torch.weights import FP8Weights, is_capturing, is_freed, weights_unchanged
 from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS, Recipe
 from fp8moe.runtime import checks
-from fp8moe.runtime.record_trees import arrays_in
-from fp8moe.runtime.scopes import Opening, Scope
 
-__all__ = ["FP8FlowMoE", "weights_unchanged"]
+__all__ = ["FP8FlowMoE"]
 
 _DTYPES = torch.bfloat16, torch.float16, torch.float32  # of weights
 
@@ -268,9 +257,8 @@ class FP8FlowMoE(nn.Module):
         self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
         self.w2 = self._weight(num_experts, hidden, ffn, **options)
         self.register_load_state_dict_pre_hook(_shards_given)
-        self._kept: _Copies | None = None  # copies that persist between forwards
+        self._fp8_weights = FP8Weights(self, ("w13", "w2"), ranks.mesh)
         self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
-        self._declared: dict[int, _Declared] = {}  # by the open weights_unchanged() contexts; see `_declare`
         self._handle = handle_of(self)
         self._collect_stats = False
         self._collector = Collector()
@@ -320,7 +308,7 @@ class FP8FlowMoE(nn.Module):
                 "shape; make a layer with this activation"
             )
         if options.recipe != self._options.recipe:
-            self._release_copies()
+            self._fp8_weights.release()
         self._options = options
 
     def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
@@ -480,21 +468,14 @@ class FP8FlowMoE(nn.Module):
         TypeError
             For sharded weights (fully_shard).
         """
-        if self.recipe == "bf16":
-            return
-        for name in ("w13", "w2"):
-            refuse_partitioned(name, getattr(self, name))
-            if not is_whole(getattr(self, name), self._ranks.mesh):
-                raise TypeError(
-                    f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
-                    "forward only; use weights_unchanged() around the forwards"
-                )
-        self._keep_copies(requested=True)
+        if self.recipe != "bf16":
+            self._fp8_weights.quantize()
 
     @property
     def fp8_weight_nbytes(self) -> int:
         """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none."""
-        return 0 if self._copies is None else sum(t.nbytes for t in self._copies.tensors)
+        copies = self._fp8_weights.copies
+        return 0 if copies is None else sum(t.nbytes for t in copies.tensors)
 
     def stats(self) -> LayerStats:
         """Return statistics of the last forward and backward since ``collect_stats`` was set.
@@ -540,9 +521,9 @@ class FP8FlowMoE(nn.Module):
         config = router.config if isinstance(router, Router) else None
         if known is not None and known[0] is config and not again:
             return known[1]
-        if _capturing(self.w13):  # a transport with a capacity then asks for a forward before the capture
+        if is_capturing(self.w13):  # a transport with a capacity then asks for a forward before the capture
             return 0
-        value = checksum([w for w in router.parameters() if not _is_freed(w)], config, mesh)
+        value = checksum([w for w in router.parameters() if not is_freed(w)], config, mesh)
         self._checksum = config, value
         return value
 
@@ -563,12 +544,14 @@ class FP8FlowMoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of the layer do not share its FP8 weights
-        own: dict[str, Any] = {"_kept": None, "_declared": {}, "_collector": Collector()}
-        return {**super().__getstate__(), **own}
+        state = {**super().__getstate__(), "_collector": Collector()}
+        del state["_fp8_weights"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = handle_of(self)
+        self._fp8_weights = FP8Weights(self, ("w13", "w2"), self._ranks.mesh)
 
     def _announced(self) -> dict[str, Any] | None:
         """What ranks tell each other about the router, as fields of `Settings`."""
@@ -594,7 +577,8 @@ class FP8FlowMoE(nn.Module):
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         own = self._own_experts(*weights)
-        return self._multiply(x, ids, probs, weights, own, self._compiled_copies(own, first), announced)
+        copies = self._fp8_weights.of_compiled_forward(own, self.activation, first)
+        return self._multiply(x, ids, probs, weights, own, copies, announced)
 
     def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
@@ -658,7 +642,7 @@ class FP8FlowMoE(nn.Module):
             return self._in_bf16(x, ids, probs, weights, announced)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
         own = self._own_experts(*weights)
-        copies = self._copies_of_forward(own, recording, first)
+        copies = self._fp8_weights.of_forward(own, self._options.activation, recording, first)
         return self._multiply(x, ids, probs, weights, own, copies, announced)
 
     def _multiply(
@@ -696,129 +680,6 @@ class FP8FlowMoE(nn.Module):
         mesh = self._ranks.mesh
         return own_experts("w13", w13, mesh), own_experts("w2", w2, mesh)
 
-    # ---- FP8 weight copies of a forward
-
-    def _copies_of_forward(
-        self, own: tuple[Tensor, Tensor], recording: bool, first: bool | None
-    ) -> list[Quantized]:
-        copies, capturing = self._copies, _capturing(own[0])
-        usable = copies is not None and copies.current and (capturing or not copies.of_capture)
-        if first is None and not self._declared:
-            requested = copies if copies is not None and copies.requested else None
-            if recording or requested is None or not usable or requested.recorded or requested.changed(self):
-                if recording or requested is not None:  # micro-batches may go on with theirs
-                    self._release_copies()
-                return self._quantize_copies(own)
-        elif first or not usable:
-            if first is False:
-                raise RuntimeError(
-                    "is_first_microbatch: got False, and there are no FP8 copies of the weights; wanted True "
-                    "for the first forward after the weights have changed"
-                )
-            copies = self._keep_copies()
-        elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
-            raise _changed_error(changed, copies.overwritten, is_parametrized(self, changed))  # type: ignore[union-attr]
-        assert copies is not None
-        if capturing:
-            copies.captured, self._kept = True, copies
-        copies.recorded |= recording
-        return copies.records
-
-    def _compiled_copies(self, own: tuple[Tensor, Tensor], first: bool | None) -> list[Quantized]:
-        if first is not None:
-            raise ValueError(
-                f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
-            )
-        copies = self._copies
-        if self._declared:
-            if copies is not None and copies.overwritten:
-                raise _changed_error("w13, w2", copies.overwritten)
-            if copies is not None and copies.current and not copies.of_capture:
-                return copies.records
-        elif copies is not None:
-            self._release_copies()
-        return list(quantize_fp8_weights(*own, activation=self.activation))
-
-    @property
-    def _copies(self) -> _Copies | None:
-        if self._kept is not None:
-            return self._kept
-        for declared in self._declared.values():
-            if declared.copies is not None:
-                return declared.copies
-        return None
-
-    @torch.compiler.disable  # as `_keep_copies`
-    def _declare(self, opening: weakref.ref[Opening]) -> None:
-        """Declare the weights unchanged as long as a context is open. No interrupt can prevent the end: it is
-        a callback in C, ``dict.pop``, which also releases the copies."""
-        first, whole = not self._declared, all(is_whole(w, self._ranks.mesh) for w in (self.w13, self.w2))
-        if first:
-            self._release_copies()
-        number = next(_numbers)
-        end = weakref.ref(cast(Opening, opening()), partial(self._declared.pop, number))
-        self._declared[number] = _Declared(end, {} if whole else {"w13": self.w13, "w2": self.w2})
-        if first and whole:
-            self._keep_copies()
-
-    @torch.compiler.disable  # Dynamo makes StorageWeakRefs without attributes, whose __del__ raises
-    def _keep_copies(self, requested: bool = False) -> _Copies:
-        """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
-        requested: by quantize_weights()."""
-        for name in ("w13", "w2"):
-            w = getattr(self, name)
-            if _is_freed(w):
-                raise TypeError(
-                    f"{name}: got a weight that FullyShardedDataParallel gathers for its forward only; "
-                    "wanted the whole weight; use fully_shard in its place, or leave out "
-                    "weights_unchanged() and quantize_weights()"
-                )
-            if w is not getattr(self, name):
-                raise RuntimeError(
-                    f"{name}: got a weight that is computed anew on each access (a parametrization), so that "
-                    "it cannot be known to be unchanged; wanted the context "
-                    "torch.nn.utils.parametrize.cached() around this one"
-                )
-        old, target = self._copies, None
-        if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
-            target = old.records
-        if target is None:
-            old = None
-            self._drop_copies()  # first, to avoid holding two sets
-        else:  # in this order: an interrupt may leave a part of the old ones
-            old.valid = False  # type: ignore[union-attr]
-            # makes autograd reject a backward that saved the old copies
-            torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
-        _layers_with_copies[id(self)] = self
-        codes = self._quantize_copies(self._own_experts(self.w13, self.w2), target)
-        new = _Copies(self, codes, requested, captured=target is not None)
-        for declared in self._declared.values():
-            if not new.captured:
-                declared.copies = new
-                return new
-        self._kept = new
-        return new
-
-    def _quantize_copies(
-        self, own: tuple[Tensor, Tensor], target: list[Quantized] | None = None
-    ) -> list[Quantized]:
-        # not inference tensors, because a backward could not use them
-        with torch.inference_mode(False), torch.no_grad():
-            out = None if target is None else (target[0], target[1])
-            return list(quantize_fp8_weights(*own, activation=self.activation, out=out))
-
-    def _release_copies(self) -> None:
-        """Drops the kept copies, or only invalidates them if a captured graph reads them."""
-        if self._kept is not None and self._kept.captured:
-            self._kept.valid = False
-        else:
-            self._drop_copies()
-
-    def _drop_copies(self) -> None:
-        self._kept = None
-        for declared in self._declared.values():
-            declared.copies = None
-
     def _in_bf16(
         self,
         x: Tensor,
@@ -855,206 +716,5 @@ def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any
         if prefix + name in state:
             shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
             state[prefix + name] = shard
-            if layer._copies is not None:  # fully_shard gathers the new weights without a trace
-                layer._copies.overwritten = "load_state_dict()"
-
-
-def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
-    """Declare the weights of a model's `FP8FlowMoE` layers constant within a context.
-
-    One set of FP8 copies then serves all forwards inside: the micro-batches of one optimizer step, or
-    inference. The copies are made on entry (for sharded weights: in the first forward inside, except in
-    compiled code) and released on exit, except those that backwards still need or that a CUDA graph was
-    captured with; the latter are updated in place by ``quantize_weights()`` and by entering the context
-    again. Contexts may be nested.
-
-    Parameters
-    ----------
-    model : Module
-        A layer, or a module that contains layers. Nothing else is affected: `moe_experts`, and transformers'
-        experts with this library's implementation, quantise plain weights in every forward.
-
-    Returns
-    -------
-    context manager
-        The context; it can be entered several times.
-
-    Raises
-    ------
-    TypeError
-        For anything else than a module.
-    RuntimeError
-        In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
-        optimizer that steps them or, as those of DeepSpeed and Megatron-LM do, tensors that are no
-        parameters; ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
-        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``; of
-        DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``; and in-place
-        operations on weights made under ``torch.inference_mode``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from fp8moe.torch import FP8FlowMoE, weights_unchanged
-    >>> layer = FP8FlowMoE(64, 128, num_experts=4, topk=2)
-    >>> with weights_unchanged(layer):
-    ...     for _ in range(2):
-    ...         layer(torch.ones(3, 64)).sum().backward()
-    ...     nbytes = layer.fp8_weight_nbytes
-    >>> nbytes > 0, layer.fp8_weight_nbytes
-    (True, 0)
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a ModuleList of layers")
-    return _Unchanged(model)
-
-
-class _Unchanged(Scope):
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    @torch.compiler.disable  # of a block in compiled code, which breaks the graph
-    def __enter__(self) -> None:
-        super().__enter__()
-
-    def enter(self, opening: weakref.ref[Opening]) -> None:
-        for layer in self.model.modules():
-            if isinstance(layer, FP8FlowMoE) and layer.recipe != "bf16":
-                layer._declare(opening)
-
-
-@dataclass
-class _Declared:
-    """What a layer holds while a weights_unchanged() context is open. shards: weights that fully_shard
-    replaces in the context's forwards."""
-
-    end: Any
-    shards: dict[str, Tensor]
-    copies: _Copies | None = None
-
-
-_numbers = itertools.count()  # of declarations
-
-#: existing layers with kept copies, by their id
-_layers_with_copies: weakref.WeakValueDictionary[int, FP8FlowMoE] = weakref.WeakValueDictionary()
-
-
-def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Marks copies as outdated after an optimizer step: fused optimizers do not increment version counters.
-
-    DeepSpeed, Megatron-LM and Apex step tensors of their own, in float32 or flattened, which are no
-    parameters, and write the weights from them through ``.data``. Such a step outdates the copies of all
-    weights that require a gradient."""
-    # a list of its own, as other threads may add layers
-    layers = [layer for layer in (ref() for ref in _layers_with_copies.valuerefs()) if layer is not None]
-    layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
-    if not layer_copies:
-        return
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    written = {id(p) for p in stepped if _may_be_stepped(p)}
-    of_an_engine = not all(isinstance(p, nn.Parameter) for p in stepped)
-    name = type(optimizer).__name__
-    for layer, copies in layer_copies:
-        weights = [w for _, w in copies.weights_of(layer)]
-        if not written.isdisjoint(map(id, weights)):
-            copies.overwritten = f"a step of {name}"
-        elif of_an_engine and any(map(_may_be_stepped, weights)):
-            copies.overwritten = (
-                f"{engine_of(weights[0])}, where {name} has stepped tensors that are no module's parameters; "
-                "weights that it leaves alone need requires_grad_(False)"
-            )
-
-
-def _may_be_stepped(p: Tensor) -> bool:
-    """Optimizers skip parameters without a gradient; of one that requires it, the gradient may be
-    elsewhere."""
-    return p.requires_grad or p.grad is not None
-
-
-register_optimizer_step_post_hook(_mark_outdated)
-
-
-class _Copies:
-    """FP8 copies of a layer's weights that persist between forwards.
-
-    requested: by quantize_weights(), for all forwards without gradients, and not for micro-batches only:
-        outside of a context, writes to the shards of ``fully_shard`` would not be detected.
-    valid: whether nothing has outdated them. overwritten: what has written the weights since without a
-        trace, an optimizer or load_state_dict(), or "". recorded: a forward with gradients has used them, so
-        an optimizer step may have followed undetected.
-    captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
-        only after a replay.
-    """
-
-    def __init__(self, layer: FP8FlowMoE, records: list[Quantized], requested: bool, captured: bool):
-        self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
-        self.valid, self.overwritten, self.recorded, self.captured = True, "", False, captured
-        self.of_capture = _capturing(layer.w13)
-        self._declared, self._number = layer._declared, next(iter(layer._declared), None)
-        self._shards = {} if self._number is None else layer._declared[self._number].shards
-        self._weight_states = [(_storage(w), _view(w), _version(w)) for _, w in self.weights_of(layer)]
-
-    @property
-    def current(self) -> bool:
-        """Whether they may be used: no longer than the context that they were made in is open."""
-        return self.valid and (self._number is None or self._number in self._declared)
-
-    def weights_of(self, layer: FP8FlowMoE) -> list[tuple[str, Tensor]]:
-        """The current weights, and the shards that ``fully_shard`` gathers them from without a trace."""
-        return [("w13", layer.w13), ("w2", layer.w2), *self._shards.items()]
-
-    def changed(self, layer: FP8FlowMoE) -> str | None:
-        """Name of a weight that has detectably changed, or None."""
-        weights = self.weights_of(layer)
-        for (name, w), (storage, view, version) in zip(weights, self._weight_states, strict=True):
-            if self.overwritten or (view, version) != (_view(w), _version(w)):
-                return name
-            if storage.expired() or storage != _storage(w):
-                return name
-        return None
-
-
-def _storage(w: Tensor) -> StorageWeakRef:
-    """Reference to the storage: fully_shard gathers weights into the same storage at another address."""
-    return StorageWeakRef(_kept_tensor_of(w).untyped_storage())
-
-
-def _view(w: Tensor) -> Any:
-    """Position in the storage: several sets of weights may share one buffer."""
-    w = _kept_tensor_of(w)
-    return w.storage_offset(), w.stride()
-
-
-def _is_freed(w: Tensor) -> bool:
-    """Whether it is a weight of FullyShardedDataParallel outside of its forward: without memory, whose
-    address must not be read, or with use_orig_params a part of a vector."""
-    freed = _kept_tensor_of(w).untyped_storage().nbytes() == 0
-    return freed or (w.ndim == 1 and hasattr(w, "_fsdp_flattened"))
-
-
-def _version(w: Tensor) -> Any:
-    """An in-place operation on a DTensor increments its own version, one on its local tensor that one's."""
-    return [None if t.is_inference() else t._version for t in (w, _kept_tensor_of(w))]
-
-
-def _kept_tensor_of(w: Tensor) -> Tensor:
-    """The tensor whose memory holds the values between forwards: of a DTensor the local one, of a weight of
-    ZeRO-3, which has other memory in every forward, this rank's part."""
-    return w._local_tensor if isinstance(w, DTensor) else getattr(w, "ds_tensor", w)
-
-
-def _changed_error(name: str, by: str, parametrized: bool = False) -> RuntimeError:
-    if parametrized:
-        return RuntimeError(
-            f"{name}: got a weight that a parametrization has computed anew, as PEFT's target_parameters do "
-            "in each forward, although it was declared unchanged; wanted the same weight; leave "
-            "weights_unchanged(), or merge the adapter into the weights before it"
-        )
-    return RuntimeError(
-        f"{name}: got changed weights although they were declared unchanged{by and f' (by {by})'}; wanted "
-        "the same weights; leave weights_unchanged() before the optimizer's step, or pass "
-        "is_first_microbatch=True after it"
-    )
-
-
-def _capturing(w: Tensor) -> bool:
-    return w.is_cuda and torch.cuda.is_current_stream_capturing()
+            if (copies := layer._fp8_weights.copies) is not None:  # fully_shard gathers them without a trace
+                copies.overwritten = "load_state_dict()"
