@@ -18,10 +18,10 @@ from cases import (
     same_bits,
     values,
 )
-from oracles import at_boundaries, blocks_of, stored, transposed
+from oracles import at_boundaries, blocks_of
 
 import fp8moe
-from fp8moe import QuantTensor, expert_parallel
+from fp8moe import expert_parallel
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 
@@ -426,43 +426,6 @@ def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block, expert_offsets=offsets))
 
 
-def check(q, got, ranges, target="column"):
-    codes, scales = transposed(q, ranges, target)
-    height = q.block[1]
-    assert same_bits(got.scales[: len(scales)], stored(scales, height == 32))
-    for lo, hi in ranges:
-        assert same_bits(got.data[:, lo:hi], codes[:, lo:hi])
-    assert got.block == (height, 1)
-
-
-def every_code_under_every_difference(fmt, width):
-    """All 256 codes in a block with a row that sets the target scale 0 to 40 powers of two above and below
-    their own."""
-    every = np.arange(256, dtype=np.uint8)
-    finite = np.isfinite(from_float8(every, fmt))
-    largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
-    for difference in range(41):
-        for up in (False, True):
-            codes = np.stack([every, np.full(256, largest, np.uint8)])
-            # "up": the other row is the smaller one, so that codes move to a smaller target
-            exponents = np.array([0, -difference if up else difference])
-            scales = exponents[:, None] + np.zeros((2, 256 // width), int)
-            stored = (scales + 127).astype(np.uint8) if width == 32 else np.exp2(scales).astype(np.float32)
-            yield QuantTensor(codes, stored, fmt, (1, width))
-
-
-def error_inputs(seed):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((256, 512))
-    zero_row = x.copy()
-    zero_row[17] = 0
-    return {
-        "rows * 2^U[-6,6]": x * np.exp2(rng.uniform(-6, 6, (256, 1))),
-        "lognormal rows": x * np.exp(2 * rng.standard_normal((256, 1))),
-        "one zero row": zero_row,
-    }
-
-
 def unquantised(both, dtype, rows, width, activation, with_probs):
     """A backend's values and gradients in 16 bits, including NaN, infinities and large values; `both` returns
     the reference's and the backend's. The backend's sigmoid may have a relative error of 2^-20, and float32
@@ -546,82 +509,6 @@ def gradients_apart(both, ffn):
     for apart, added, true in zip(actual[:3], actual[3:], wanted, strict=True):
         assert same_bits(apart, true)
         np.testing.assert_allclose(added, 1 + true, rtol=2.0**-22)
-
-
-def in_blocked(result, offsets=None, **options):
-    """The result of a call with compact scales, converted."""
-    if isinstance(result, fp8moe.Quantized):
-        return fp8moe.Quantized(in_blocked(result.rowwise), in_blocked(result.columnwise))
-    return fp8moe.to_layout(result, "blocked_128x4", offsets, **options)
-
-
-def scales_in_both_layouts(both, rng, rows, columns, block, sizes=None):
-    """to_layout in both directions; ``both`` returns the results of the reference and of the other
-    backend."""
-    strips = sum(-(-s // 32) for s in (sizes or [rows]))
-    shape = (rows, -(-columns // 32)) if block == (1, 32) else (max(strips, -(-rows // 32)), columns)
-    codes = np.zeros((rows, columns) if block == (1, 32) else (columns, rows), np.uint8)
-    q = fp8moe.QuantTensor(codes, rng.integers(0, 256, shape, dtype=np.uint8), block=block)
-    offsets = () if sizes is None else (np.cumsum([0, *sizes], dtype=np.int32),)
-    there = both(lambda q, *o: fp8moe.to_layout(q, "blocked_128x4", *o), q, *offsets)
-    assert_same(*there)
-    back = both(lambda q, *o: fp8moe.to_layout(q, "compact", *o), there[0], *offsets)
-    assert_same(*back)
-    if sizes is None:
-        assert same_bits(back[1].scales, q.scales)
-
-
-def blocked_scales_of_quantise(both, x, **options):
-    """Blocked scales written by quantize equal its converted compact scales."""
-    expected, actual = both(fp8moe.quantize, x, **options, layout="blocked_128x4")
-    assert_same(expected, actual)
-    assert_same(in_blocked(fp8moe.quantize(x, **options)), actual)
-
-
-def blocked_scales_of_transposes(both, rng, sizes, columns, fmt, target):
-    """Blocked scales written by the transpose, with rows of very different magnitudes, NaN and NaN scales."""
-    rows, offsets = (131, None) if sizes is None else (sum(sizes), np.cumsum([0, *sizes], dtype=np.int32))
-    x = values(rng, (rows, columns), BF16, awkward=True)
-    q = fp8moe.quantize(x, block=(1, 32), fmt=fmt)
-    q.scales[rng.random(q.scales.shape) < 0.01] = 255
-    arguments = (q,) if offsets is None else (q, offsets)
-    options = {"target": target, "layout": "blocked_128x4"}
-    expected, actual = both(lambda *a: fp8moe.scaling_aware_transpose(*a, **options), *arguments)
-    assert_same(expected, actual)
-    assert_same(in_blocked(fp8moe.scaling_aware_transpose(*arguments, target=target), offsets), actual)
-
-
-def blocked_scales_of_permute_transpose(both, rng, tokens, experts, columns, align_size):
-    plan = fp8moe.plan_topk(
-        rng.integers(-1, experts, (tokens, 2)).astype(np.int32), experts, align_size=align_size
-    )
-    q = fp8moe.quantize(values(rng, (tokens, columns), BF16, awkward=True), block=(1, 32))
-    expected, actual = both(lambda q, p: fp8moe.permute_transpose(q, p, layout="blocked_128x4"), q, plan)
-    assert same_bits(expected.scales, actual.scales)
-    used = plan.expert_offsets[-1]  # codes after it are undefined
-    assert same_bits(expected.data[:, :used], actual.data[:, :used])
-
-
-def blocked_scales_of_permute(both, rng, tokens, experts, columns, num_out_tokens=None):
-    """Blocked scales written by permute equal its converted compact scales, including rows without a
-    token."""
-    ids = rng.integers(-1, experts, (tokens, 2)).astype(np.int32)
-    plan = fp8moe.plan_topk(ids, experts, align_size=128, num_out_tokens=num_out_tokens)
-    q = fp8moe.quantize(values(rng, (tokens, columns), BF16), block=(1, 32))
-    probs = rng.random((tokens, 2)).astype(np.float32)
-    expected, actual = both(
-        lambda q, plan, probs: fp8moe.permute(q, plan, probs, layout="blocked_128x4"), q, plan, probs
-    )
-    assert_same((expected.data, expected.probs), (actual.data, actual.probs))
-    compact = fp8moe.permute(q, plan, probs)
-    assert_same((in_blocked(compact.data), compact.probs), (expected.data, expected.probs))
-    assert_same(in_blocked(compact.data, plan.expert_offsets, align_size=128), expected.data)
-    call = both(lambda q, p: fp8moe.permute(q, p, fill_padding=False, layout="blocked_128x4").data, q, plan)
-    there = fp8moe.permute(np.ones((tokens, 1), np.float32), plan).data[:, 0] == 1
-    for filled in call:
-        back = fp8moe.to_layout(filled, "compact")
-        assert same_bits(back.scales[there], compact.data.scales[there])
-        assert same_bits(back.data[there], compact.data.data[there])
 
 
 def gathered_products(

@@ -14,6 +14,7 @@ from fp8moe.runtime.record_trees import arrays_in
 #: seed of the run: pytest prints it, and the environment variable repeats the same random values
 SEED = int(os.environ.get("FP8MOE_TEST_SEED") or secrets.randbits(32))
 BF16 = np.dtype(ml_dtypes.bfloat16)
+KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
 SIZES = (0, 1, 2, 127, 128, 129, 4096)
 EXPERTS = (1, 3, 8, 64, 257)
 FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}

@@ -46,9 +46,31 @@ def schedule(request):
 
 
 def pytest_generate_tests(metafunc):
-    if SCHEDULES > 1 and "cuda_on_cpu" in vars(metafunc.module):
+    by_backend = "backend" in metafunc.fixturenames
+    if SCHEDULES > 1 and (by_backend or "cuda_on_cpu" in vars(metafunc.module)):
         metafunc.fixturenames.append("schedule")
         metafunc.parametrize("schedule", range(SCHEDULES), indirect=True)
+    marks = metafunc.definition.iter_markers("parametrize")
+    if by_backend and not any("backend" in mark.args[0] for mark in marks):
+        import backends
+
+        metafunc.parametrize("backend", backends.EVERYWHERE)
+
+
+@pytest.fixture(autouse=True)
+def backend_started(request):
+    callspec = getattr(request.node, "callspec", None)
+    start = getattr(callspec and callspec.params.get("backend"), "start", None)
+    if start:  # of another test it is the name of a GEMM
+        start(request.getfixturevalue("monkeypatch"))
+
+
+@pytest.fixture
+def poisoned_outputs(monkeypatch):
+    """For tests of GPUs without ``backend``, which `make sanitize` leaves out."""
+    import backends
+
+    backends.GPU.start(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

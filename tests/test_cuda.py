@@ -12,13 +12,6 @@ import numpy as np
 import pytest
 import router_checks
 from backend_checks import (
-    blocked_scales_of_permute,
-    blocked_scales_of_permute_transpose,
-    blocked_scales_of_quantise,
-    blocked_scales_of_transposes,
-    check,
-    error_inputs,
-    every_code_under_every_difference,
     gathered_products,
     gradients_apart,
     messages,
@@ -28,7 +21,6 @@ from backend_checks import (
     products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
-    scales_in_both_layouts,
     tiles_are_taken_when_free,
     tiny_values_under_large_probabilities,
     transposed_in_the_same_pass,
@@ -46,7 +38,6 @@ from cases import (
     generator,
     layer_inputs,
     poison,
-    random_rowwise,
     relative,
     routings,
     same_bits,
@@ -54,7 +45,6 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import exact
 
 import fp8moe
 from benchmarks.beside import occupied
@@ -314,43 +304,6 @@ def test_every_bfloat16_value():
         assert_same(*both(fp8moe.quantize, x, fmt=fmt))
 
 
-@pytest.mark.parametrize("block", [(1, 32), (32, 1)])
-def test_blocked_scales_round_trip(block):
-    rng = generator()
-    for rows, columns in [(1, 32), (130, 96), (4096, 2048), (3000, 7168), (257, 200)]:
-        scales_in_both_layouts(both, rng, rows, columns, block)
-    for sizes in ([128, 0, 4096], rng.integers(0, 300, 8).tolist(), rng.integers(0, 90, 300).tolist()):
-        scales_in_both_layouts(both, rng, sum(sizes) + 40, 2048, block, sizes)
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_quantise_writes_blocked_scales(dtype):
-    rng = generator()
-    for rows, columns in [(4096, 2048), (1000, 7168), (130, 96), (33, 31), (131, 128)]:
-        x = values(rng, (rows, columns), dtype, awkward=True)
-        for fmt in ("e4m3", "e5m2"):
-            for options in ({"block": (1, 32)}, {"block": (32, 1)}, {"block": (1, 32), "columnwise": True}):
-                blocked_scales_of_quantise(both, x, fmt=fmt, **options)
-
-
-@pytest.mark.parametrize("columns", [7168, 2048, 96])
-def test_permute_writes_blocked_scales(columns):
-    for tokens, experts, num_out_tokens in ((1000, 16, None), (4096, 8, None), (300, 4, 1000)):
-        blocked_scales_of_permute(both, generator(), tokens, experts, columns, num_out_tokens)
-
-
-@pytest.mark.parametrize("target", ["column", "tile"])
-def test_transposes_write_blocked_scales(target):
-    rng = generator()
-    many = rng.integers(0, 90, 300).tolist()
-    for sizes in (None, [128, 0, 1024, 300], rng.integers(0, 300, 8).tolist(), many):
-        for columns in (2048, 48):
-            for fmt in ("e4m3", "e5m2"):
-                blocked_scales_of_transposes(both, rng, sizes, columns, fmt, target)
-    for align_size in (1, 128):
-        blocked_scales_of_permute_transpose(both, rng, 1000, 16, 2048, align_size)
-
-
 def test_layouts_and_weights():
     rng = np.random.default_rng(2)
     x = values(rng, (130, 300), BF16)
@@ -377,103 +330,9 @@ def test_gradients_of_w1_and_w3_as_a_pair(ffn):
     gradients_apart(both, ffn)
 
 
-@given(
-    st.lists(st.sampled_from((0, 1, 5, 127, 128, 130)), min_size=1, max_size=5),
-    st.sampled_from((128, 32)),
-    st.sampled_from(("e4m3", "e5m2")),
-    st.sampled_from(("column", "tile")),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=40)
-def test_transpose(counts, width, fmt, target, seed):
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = random_rowwise(np.random.default_rng(seed), int(offsets[-1]), 200, fmt, width, 20)
-    assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
-    assert_same(*both(fp8moe.scaling_aware_transpose, q, target=target))
-
-
-@given(
-    st.lists(st.sampled_from((0, 1, 16, 48, 127, 128, 130, 256)), min_size=1, max_size=7),
-    st.sampled_from((16, 112, 208, 640)),
-    st.sampled_from((128, 32)),
-    st.sampled_from(("e4m3", "e5m2")),
-    st.sampled_from(("column", "column", "tile")),
-    st.sampled_from((0, 5, 30, 120)),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=80)
-def test_transpose_by_tiles(counts, columns, width, fmt, target, spread, seed):
-    """Columns in multiples of 16; blocks that cross tiles; scales within float32's range of each other, and
-    beyond it."""
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = random_rowwise(np.random.default_rng(seed), int(offsets[-1]), columns, fmt, width, spread)
-    assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
-    assert_same(*both(fp8moe.scaling_aware_transpose, q, target=target))
-
-
-@given(
-    st.lists(st.sampled_from((0, 128, 384)), min_size=1, max_size=7),
-    st.sampled_from((0, 256)),
-    st.sampled_from((16, 72, 208, 640)),
-    st.sampled_from(("e4m3", "e5m2")),
-    st.sampled_from((0, 5, 30, 120)),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=60)
-def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
-    offsets = (first + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
-    end = int(offsets[-1])
-    q = random_rowwise(np.random.default_rng(seed), end + 37, columns, fmt, 128, spread)
-    expected, actual = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
-    assert same_bits(expected.data[:, first:end], actual.data[:, first:end])
-    assert same_bits(expected.scales, actual.scales)
-    assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
-
-
 def test_many_tiles_are_scheduled_dynamically(monkeypatch):
     counts = generator().integers(0, 400, 40)  # about 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
-
-
-def test_transpose_of_many_experts():
-    rng = np.random.default_rng(17)
-    counts = rng.integers(0, 3, 700) * rng.integers(0, 70, 700)
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    q = random_rowwise(rng, int(offsets[-1]) + 37, 32, "e4m3", 128, 3)
-    expected, actual = both(fp8moe.scaling_aware_transpose, q, offsets)
-    assert same_bits(expected.data[:, : offsets[-1]], actual.data[:, : offsets[-1]])
-    assert same_bits(expected.scales, actual.scales)
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("width", [128, 32])
-def test_every_code_under_every_scale_difference_on_cuda(fmt, width):
-    """Against float64, as on the CPU; the oracle is in test_transpose."""
-    for q in every_code_under_every_difference(fmt, width):
-        for target in ("column", "tile"):
-            got = download(fp8moe.scaling_aware_transpose(upload(q), target=target))
-            check(q, got, [(0, 2)], target)
-
-
-@pytest.mark.parametrize(("fmt", "block"), [("e4m3", 128), ("e5m2", 128), ("e4m3", 32), ("e5m2", 32)])
-def test_the_error_table_on_cuda(fmt, block):
-    """The error bounds of test_transpose, which e5m2 satisfies too."""
-    limits = {"rows * 2^U[-6,6]": 2.6e-6, "lognormal rows": 4.0e-6, "one zero row": 0.0}
-    for kind, limit in limits.items():
-        errors = {"column": [], "tile": []}
-        for seed in range(9):
-            x = error_inputs(seed)[kind].astype(np.float32)
-            q = fp8moe.quantize(x, fmt=fmt, block=(1, block))
-            rowwise = exact(q)
-            for target, actual in errors.items():
-                expected, transposed = both(fp8moe.scaling_aware_transpose, q, target=target)
-                assert_same(expected, transposed)
-                back = fp8moe.dequantize(transposed).astype(np.float64)
-                actual.append(np.linalg.norm(back - rowwise) / np.linalg.norm(rowwise))
-        column, tile = (np.array(actual) for actual in errors.values())
-        print(f"{fmt} {block} {kind}: column {np.median(column):.2e}, tile {np.median(tile):.2e}")
-        assert (column <= tile).all()
-        assert np.median(column) <= limit
 
 
 def test_a_hundred_repeats_of_each_fp8_operation():
@@ -498,30 +357,6 @@ def test_a_hundred_repeats_of_each_fp8_operation():
     first = run()
     for _ in range(100):
         assert_same(run(), first)
-
-
-def test_permute_transpose_and_checked_scales(monkeypatch):
-    rng = np.random.default_rng(3)
-    for columns, align, target in (
-        (72, 16, "column"),
-        (144, 16, "column"),
-        (640, 128, "column"),
-        (640, 1, "column"),
-        (640, 1, "tile"),
-        (144, 128, "block"),
-        (72, 128, "block"),
-    ):
-        q = fp8moe.quantize(values(rng, (50, columns), BF16))
-        plan = fp8moe.plan_topk(rng.integers(-1, 4, (50, 2)).astype(np.int32), 4, align_size=align)
-        expected, actual = both(fp8moe.permute_transpose, q, plan, target=target)
-        end = plan.expert_offsets[-1]  # values after it are undefined
-        assert same_bits(expected.data[:, :end], actual.data[:, :end])
-        assert same_bits(expected.scales, actual.scales)
-    q = fp8moe.quantize(values(rng, (50, 72), BF16))
-    monkeypatch.setenv("FP8MOE_CHECK", "1")
-    bad = QuantTensor(q.data, np.full_like(q.scales, 0.3))
-    with pytest.raises(ValueError, match="powers of two"):
-        fp8moe.scaling_aware_transpose(upload(bad))
 
 
 ACTIVATIONS = (

@@ -41,7 +41,6 @@ from cases import (
     assert_same,
     generator,
     offsets_of,
-    random_rowwise,
     relative,
     same_bits,
     values,
@@ -304,61 +303,6 @@ def test_weights_in_parts(dtype, transposed):
     weights_in_parts(both, RNG, dtype, transposed)
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("width", [128, 32])
-def test_transpose(fmt, width):
-    odd = 208 if width == 128 else 128
-    # lines of a result's columns are complete within a tile, across tiles, or experts start at arbitrary rows
-    lines, across = ([128, 0, 256], odd, 5), ([144, 0, 176, 16, 32, 16], odd + 128, 30)
-    for counts, columns, spread in (
-        lines,
-        across,
-        ([130, 0, 16, 5], 256, 5),
-        ([20, 44], odd, 100),
-        ([20, 0, 33], 40, 60),
-        ([0, 16] * 20, 128, 5),  # more experts than lanes, and than a warp examines at a time
-        ([16, *[0] * 130, 5, 20], 128, 5),
-    ):
-        offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        q = random_rowwise(RNG, int(offsets[-1]), columns, fmt, width, spread)
-        if width == 128:
-            q.scales[(q.scales == 0) & (RNG.random(q.scales.shape) < 0.5)] = -0.0
-        for target in ("column", "tile"):
-            assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
-    for align, target in ((16, "column"), (16, "tile"), (128, "block")):
-        if (target, width) == ("block", 32):
-            continue
-        plan = a_plan(30, 3, 2, align)
-        q = fp8moe.quantize(values(RNG, (30, 128), BF16), fmt=fmt, block=(1, width))
-        expected, actual = both(fp8moe.permute_transpose, q, plan, target=target)
-        end = plan.expert_offsets[-1]
-        assert same_bits(expected.data[:, :end], actual.data[:, :end])
-        assert same_bits(expected.scales, actual.scales)
-
-
-@pytest.mark.parametrize("skip", [1, 4])
-@pytest.mark.parametrize("layout", ["compact", "blocked_128x4"])
-def test_transpose_of_scales_at_any_address(monkeypatch, skip, layout):
-    """The fast kernel loads four MXFP8 scales at once, which must not be misaligned."""
-    from fp8moe.kernels_cuda.runtime import launch
-
-    cuda_on_cpu.install(monkeypatch)
-    launched, load = [], launch.load_kernel
-    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.append(a[1]) or load(*a))
-    q, plan = fp8moe.quantize(values(RNG, (30, 128), BF16), block=(1, 32)), a_plan(30, 3, 2, 32)
-    packed = np.empty(q.scales.size + skip, np.uint8)[skip:].reshape(q.scales.shape)
-    packed[:] = q.scales
-    given = cuda_on_cpu.upload(replace(q, scales=packed))
-    for function, *arguments in ((fp8moe.scaling_aware_transpose,), (fp8moe.permute_transpose, plan)):
-        expected = function(q, *arguments, layout=layout)
-        actual = function(given, *(cuda_on_cpu.upload(a) for a in arguments), layout=layout)
-        end = arguments[0].expert_offsets[-1] if arguments else 30
-        assert same_bits(expected.data[:, :end], cuda_on_cpu.download(actual).data[:, :end])
-        assert same_bits(expected.scales, cuda_on_cpu.download(actual).scales)
-    used = [name for name in launched if name.startswith("scaling_aware_transpose")]
-    assert used == 2 * ["scaling_aware_transpose" + ("_plain" if skip == 1 else "")]
-
-
 @pytest.mark.parametrize("width", [128, 32])
 @pytest.mark.parametrize("odd", ["rowwise.data", "rowwise.scales", "columnwise.data", "columnwise.scales"])
 def test_quantize_to_memory_at_any_address(monkeypatch, width, odd):
@@ -387,18 +331,6 @@ def test_dequantize_transposed_blocks(shape):
         expected, actual = both(fp8moe.dequantize, weights.columnwise, dtype=dtype)
         assert_same(expected, actual)
         assert same_bits(actual, fp8moe.dequantize(weights.rowwise, dtype=dtype))
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("columns", [40, 208])
-def test_transpose_to_blocks(fmt, columns):
-    offsets = np.array([128, 256, 256, 512], np.int32)
-    for spread in (0, 4, 20, 60):
-        q = random_rowwise(RNG, 560, columns, fmt, 128, spread)
-        expected, actual = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
-        assert same_bits(expected.data[:, 128:512], actual.data[:, 128:512])
-        assert same_bits(expected.scales, actual.scales)
-        assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
 # Each activation is one more variant of a kernel, which takes 3 s to compile: for MXFP8 and float16 only the

@@ -1,20 +1,13 @@
 """MXFP8 scales in the 128x4 blocked layout, compared with torch's own implementation."""
 
-import importlib.util
+import functools
 from dataclasses import replace
 
 import cuda_on_cpu
 import numpy as np
 import pytest
-from backend_checks import (
-    blocked_scales_of_permute,
-    blocked_scales_of_permute_transpose,
-    blocked_scales_of_quantise,
-    blocked_scales_of_transposes,
-    in_blocked,
-    scales_in_both_layouts,
-)
-from cases import BF16, assert_same, generator, offsets_of, same_bits, values
+from backends import only_on_cpu, over
+from cases import BF16, KINDS, assert_same, generator, offsets_of, same_bits, values
 
 import fp8moe
 from fp8moe.formats import swapped
@@ -25,9 +18,6 @@ torch_descriptions = pytest.importorskip("torch_descriptions")
 RNG = generator()
 ROW, COLUMN = (1, 32), (32, 1)
 SIZES = [(1, 32), (128, 128), (130, 96), (257, 200), (64, 416)]
-needs_compiler = pytest.mark.skipif(
-    not (cuda_on_cpu.available and importlib.util.find_spec("cupy")), reason="needs g++ and CuPy"
-)
 GROUPS = [[128, 0, 256], [5, 0, 130, 1, 0], [0, 0], [300], [32, 64, 33]]
 
 
@@ -40,6 +30,13 @@ def tensor(rows, columns, block, experts=None):
         sizes = [rows] if experts is None else experts
         scales = (max(sum(-(-s // 32) for s in sizes), -(-rows // 32)), columns)
     return fp8moe.QuantTensor(random_bytes(shape), random_bytes(scales), block=block)
+
+
+def in_blocked(result, offsets=None, **options):
+    """The result of a call with compact scales, converted."""
+    if isinstance(result, fp8moe.Quantized):
+        return fp8moe.Quantized(in_blocked(result.rowwise), in_blocked(result.columnwise))
+    return fp8moe.to_layout(result, "blocked_128x4", offsets, **options)
 
 
 def random_bytes(shape):
@@ -114,17 +111,35 @@ def test_aligned_experts_need_no_offsets_row_wise():
     assert same_bits(alone.scales, fp8moe.to_layout(q, "blocked_128x4", offsets, align_size=128).scales)
 
 
-@needs_compiler
 @pytest.mark.parametrize("block", [ROW, COLUMN])
-def test_kernels(block):
-    for rows, columns in SIZES:
-        scales_in_both_layouts(cuda_on_cpu.both, RNG, rows, columns, block)
-    for sizes in [*GROUPS, RNG.integers(0, 50, 70).tolist()]:
-        scales_in_both_layouts(cuda_on_cpu.both, RNG, sum(sizes) + 20, 160, block, sizes)
+@over(
+    "shapes, columns, groups",
+    reference=[(SIZES, 160, GROUPS)],
+    on_cpu=[(SIZES, 160, [*GROUPS, RNG.integers(0, 50, 70).tolist()])],
+    on_gpu=[
+        (
+            [(1, 32), (130, 96), (4096, 2048), (3000, 7168), (257, 200)],
+            2048,
+            [[128, 0, 4096], RNG.integers(0, 300, 8).tolist(), RNG.integers(0, 90, 300).tolist()],
+        )
+    ],
+)
+def test_conversion_to_the_blocked_layout_and_back(backend, shapes, columns, groups, block):
+    sizes = [(*shape, None) for shape in shapes]
+    sizes += [(sum(experts) + 40, columns, experts) for experts in groups]
+    for rows, width, experts in sizes:
+        q = tensor(rows, width, block, experts)
+        offsets = () if experts is None else (offsets_of(experts),)
+        blocked, actual = backend.both(lambda q, *o: fp8moe.to_layout(q, "blocked_128x4", *o), q, *offsets)
+        assert_same(blocked, actual)
+        back, actual = backend.both(lambda q, *o: fp8moe.to_layout(q, "compact", *o), blocked, *offsets)
+        assert_same(back, actual)
+        if experts is None:
+            assert same_bits(actual.scales, q.scales)
 
 
-@needs_compiler
-def test_kernels_write_only_existing_tiles(monkeypatch):
+@only_on_cpu
+def test_kernels_write_only_existing_tiles(backend, monkeypatch):
     """On a device offsets are not checked: scales beyond the available tiles are dropped."""
     q, offsets = tensor(384, 160, COLUMN), np.array([0, 100, 384], np.int32)  # needs 4 tiles, has 3
     guards = []
@@ -135,8 +150,7 @@ def test_kernels_write_only_existing_tiles(monkeypatch):
         return cuda_on_cpu.raw(memory[: spec.nbytes].view(spec.dtype).reshape(spec.shape))
 
     monkeypatch.setattr(cuda_on_cpu.Device, "empty", guarded)
-    cuda_on_cpu.install(monkeypatch)
-    fp8moe.to_layout(cuda_on_cpu.upload(q), "blocked_128x4", cuda_on_cpu.upload(offsets), align_size=128)
+    fp8moe.to_layout(backend.upload(q), "blocked_128x4", backend.upload(offsets), align_size=128)
     assert guards
     assert all((guard == 0xA5).all() for guard in guards)
 
@@ -185,26 +199,40 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize("options", QUANTISED)
-@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (0, 64), (131, 128), (256, 384), (40, 31)])
-def test_quantise_writes_the_blocked_layout(rows, columns, options):
-    x = values(RNG, (rows, columns), BF16)
-    actual = fp8moe.quantize(x, **options, layout="blocked_128x4")
-    assert_same(in_blocked(fp8moe.quantize(x, **options)), actual)
-    out = poisoned(actual)
-    assert fp8moe.quantize(x, **options, layout="blocked_128x4", out=out) is out
-    assert_same(actual, out)
+OF_KERNELS = [
+    {"block": block, "fmt": fmt, "columnwise": columnwise}
+    for fmt in ("e4m3", "e5m2")
+    for block, columnwise in ((ROW, False), (COLUMN, False), (ROW, True))
+]
+
+
+@over(
+    "dtype, options, shapes",
+    reference=[
+        (BF16, options, [shape])
+        for options in QUANTISED
+        for shape in [*SIZES, (0, 64), (131, 128), (256, 384), (40, 31)]
+    ],
+    on_cpu=[(BF16, options, [(130, 96), (131, 128), (256, 384), (33, 31), (5, 64)]) for options in QUANTISED],
+    on_gpu=[
+        (dtype, options, [(4096, 2048), (1000, 7168), (130, 96), (33, 31), (131, 128)])
+        for dtype in KINDS
+        for options in OF_KERNELS
+    ],
+)
+def test_quantise_writes_the_blocked_layout(backend, dtype, options, shapes):
+    for shape in shapes:
+        x = values(RNG, shape, dtype, awkward=True)
+        expected, actual = backend.both(fp8moe.quantize, x, **options, layout="blocked_128x4")
+        assert_same(expected, actual)
+        assert_same(in_blocked(fp8moe.quantize(x, **options)), actual)
+        out = backend.upload(poisoned(actual))
+        assert fp8moe.quantize(backend.upload(x), **options, layout="blocked_128x4", out=out) is out
+        assert_same(actual, backend.download(out))
 
 
 def poisoned(result):
     return map_arrays(lambda a: np.full_like(a, 0xA5), result)
-
-
-@needs_compiler
-@pytest.mark.parametrize("options", QUANTISED)
-def test_quantise_on_cuda(options):
-    for rows, columns in [(130, 96), (131, 128), (256, 384), (33, 31), (5, 64)]:
-        blocked_scales_of_quantise(cuda_on_cpu.both, values(RNG, (rows, columns), BF16), **options)
 
 
 def rowwise(rows, columns, fmt="e4m3"):
@@ -214,61 +242,94 @@ def rowwise(rows, columns, fmt="e4m3"):
     return q
 
 
-TRANSPOSED = [(128, None), (1, GROUPS[0]), (128, GROUPS[0]), (1, GROUPS[1]), (32, [32, 96, 0, 64])]
-
-
 @pytest.mark.parametrize("target", ["column", "tile"])
-@pytest.mark.parametrize(("align_size", "sizes"), TRANSPOSED)
-@pytest.mark.parametrize("columns", [256, 48])
-def test_the_transpose_writes_the_blocked_layout(align_size, sizes, target, columns):
-    offsets = None if sizes is None else offsets_of(sizes)
-    q = rowwise(300 if sizes is None else sum(sizes), columns)
-    options = {"target": target, "align_size": align_size}
-    compact = fp8moe.scaling_aware_transpose(q, offsets, **options)
-    actual = fp8moe.scaling_aware_transpose(q, offsets, **options, layout="blocked_128x4")
+@over(
+    "align_size, sizes, columns, fmt",
+    reference=[
+        (align_size, sizes, columns, "e4m3")
+        for align_size, sizes in (
+            *((128, None), (1, GROUPS[0]), (128, GROUPS[0])),
+            *((1, GROUPS[1]), (32, [32, 96, 0, 64])),
+        )
+        for columns in (256, 48)
+    ],
+    on_cpu=[
+        (1, sizes, columns, fmt)
+        for sizes, fmt in ((None, "e4m3"), (GROUPS[0], "e5m2"), (GROUPS[1], "e4m3"), ([7] * 34, "e4m3"))
+        for columns in (128, 48)
+    ],
+    on_gpu=[
+        (1, sizes, columns, fmt)
+        for sizes in (
+            *(None, [128, 0, 1024, 300]),
+            *(RNG.integers(0, 300, 8).tolist(), RNG.integers(0, 90, 300).tolist()),
+        )
+        for columns in (2048, 48)
+        for fmt in ("e4m3", "e5m2")
+    ],
+)
+def test_the_transpose_writes_the_blocked_layout(backend, align_size, sizes, columns, fmt, target):
+    offsets = () if sizes is None else (offsets_of(sizes),)
+    q = rowwise(300 if sizes is None else sum(sizes), columns, fmt)
+    transpose = functools.partial(fp8moe.scaling_aware_transpose, target=target, align_size=align_size)
+    expected, actual = backend.both(lambda *a: transpose(*a, layout="blocked_128x4"), q, *offsets)
+    assert_same(expected, actual)
     of_align = {} if sizes is None else {"align_size": align_size}
-    assert_same(fp8moe.to_layout(compact, "blocked_128x4", offsets, **of_align), actual)
-
-
-@needs_compiler
-@pytest.mark.parametrize("target", ["column", "tile"])
-@pytest.mark.parametrize("columns", [128, 48])
-def test_the_transpose_on_cuda(target, columns):
-    for fmt, sizes in zip(("e4m3", "e5m2", "e4m3", "e4m3"), (None, *GROUPS[:2], [7] * 34), strict=True):
-        blocked_scales_of_transposes(cuda_on_cpu.both, RNG, sizes, columns, fmt, target)
+    assert_same(fp8moe.to_layout(transpose(q, *offsets), "blocked_128x4", *offsets, **of_align), actual)
 
 
 @pytest.mark.parametrize("align_size", [1, 128])
-def test_permute_transpose(align_size):
-    q, plan = rowwise(50, 128), a_plan(50, 3, align_size)
+@over(
+    "tokens, experts, columns",
+    reference=[(50, 3, 128)],
+    on_cpu=[(50, 3, 128)],
+    on_gpu=[(1000, 16, 2048)],
+)
+def test_permute_transpose_writes_the_blocked_layout(backend, tokens, experts, columns, align_size):
+    q, plan = rowwise(tokens, columns), a_plan(tokens, experts, align_size)
     compact = fp8moe.permute_transpose(q, plan)
     wanted = fp8moe.to_layout(compact, "blocked_128x4", plan.expert_offsets, align_size=align_size)
-    assert_same(wanted, fp8moe.permute_transpose(q, plan, layout="blocked_128x4"))
+    for got in backend.both(lambda q, p: fp8moe.permute_transpose(q, p, layout="blocked_128x4"), q, plan):
+        assert same_bits(wanted.scales, got.scales)
+        used = plan.expert_offsets[-1]  # codes after it are undefined
+        assert same_bits(wanted.data[:, :used], got.data[:, :used])
 
 
-@needs_compiler
-@pytest.mark.parametrize("align_size", [1, 128])
-def test_permute_transpose_on_cuda(align_size):
-    blocked_scales_of_permute_transpose(cuda_on_cpu.both, RNG, 50, 3, 128, align_size)
+@over(
+    "tokens, experts, columns, num_out_tokens, device",
+    reference=[(40, 3, 512, None, {}), (40, 3, 96, 140, {})],
+    on_cpu=[
+        *((40, 3, columns, rows, {}) for columns, rows in ((512, None), (512, 200), (96, None), (96, 140))),
+        (40, 3, 512, None, {"architecture": "sm_80"}),  # without bulk copies
+    ],
+    on_gpu=[
+        (*sizes, columns, rows, {})
+        for columns in (7168, 2048, 96)
+        for *sizes, rows in ((1000, 16, None), (4096, 8, None), (300, 4, 1000))
+    ],
+)
+def test_permute_writes_the_blocked_layout(backend, tokens, experts, columns, num_out_tokens, device):
+    """Blocked scales written by permute equal its converted compact scales, including rows without a
+    token."""
+    plan = a_plan(tokens, experts, 128, num_out_tokens=num_out_tokens)
+    q = fp8moe.quantize(values(RNG, (tokens, columns), BF16), block=ROW)
+    probs = RNG.random((tokens, 2)).astype(np.float32)
+    both = functools.partial(backend.both, **device)
 
+    def permute(*arguments, **options):
+        moved = fp8moe.permute(*arguments, layout="blocked_128x4", **options)
+        return moved.data, moved.probs
 
-@needs_compiler
-@pytest.mark.parametrize(("columns", "num_out_tokens"), [(512, None), (512, 200), (96, None), (96, 140)])
-def test_permute_on_cuda(columns, num_out_tokens):
-    blocked_scales_of_permute(cuda_on_cpu.both, RNG, 40, 3, columns, num_out_tokens)
-
-
-@needs_compiler
-def test_permute_before_bulk_copies():
-    """The kernels for compute capabilities below 9.0."""
-
-    def both(function, *arguments):
-        with pytest.MonkeyPatch.context() as patch:
-            cuda_on_cpu.install(patch, architecture="sm_80")
-            theirs = cuda_on_cpu.download(function(*map(cuda_on_cpu.upload, arguments)))
-        return function(*arguments), theirs
-
-    blocked_scales_of_permute(both, RNG, 40, 3, 512)
+    expected, actual = both(permute, q, plan, probs)
+    assert_same(expected, actual)
+    compact = fp8moe.permute(q, plan, probs)
+    assert_same((in_blocked(compact.data), compact.probs), expected)
+    assert_same(in_blocked(compact.data, plan.expert_offsets, align_size=128), expected[0])
+    there = fp8moe.permute(np.ones((tokens, 1), np.float32), plan).data[:, 0] == 1
+    for filled, _ in both(lambda q, p: permute(q, p, fill_padding=False), q, plan):
+        back = fp8moe.to_layout(filled, "compact")
+        assert same_bits(back.scales[there], compact.data.scales[there])
+        assert same_bits(back.data[there], compact.data.data[there])
 
 
 def test_permute_and_pad_writes_the_blocked_layout():
