@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from fp8moe import Activation
 from fp8moe.adapters.jax import expert_parallel as jax_expert_parallel
 from fp8moe.adapters.jax import ops as jax_ops
-from fp8moe.adapters.transformer_engine.pytorch import jax as te
+from fp8moe.adapters.transformer_engine import jax as te
 
 COUNT = int(sys.argv[1])
 H, F, T, E = 256, 128, 16, 2 * COUNT

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8moe.adapters.jax import ops as jax_ops
-from fp8moe.adapters.transformer_engine.pytorch import jax as te
+from fp8moe.adapters.transformer_engine import jax as te
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 T, H, F, E, K = 48, 128, 128, 4, 2

@@ -596,7 +596,7 @@ def plain_dispatch(x, mask, probs, align, rows):
 @pytest.mark.parametrize("align", [None, 8])
 @pytest.mark.parametrize("jit", [False, True])
 def test_transformer_engines_names(align, jit):
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     mask = RNG.random((2, T // 2, E)) < 0.4
     x, probs = X.astype(np.float32).reshape(2, T // 2, H), RNG.random((2, T // 2, E)).astype(np.float32)
@@ -641,7 +641,7 @@ def test_transformer_engines_names(align, jit):
 def test_rows_of_probability_zero(jit, align, dtype):
     """As in Transformer Engine a row whose probability is 0 becomes zeros, by which callers drop tokens from
     a routing of fixed width; its gradient still reaches its token."""
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     mask = np.zeros((T, E), bool)
     np.put_along_axis(mask, np.argsort(RNG.random((T, E)), axis=1)[:, :2], True, axis=1)
@@ -664,7 +664,7 @@ def test_rows_of_probability_zero(jit, align, dtype):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_transformer_engines_chunk_sort(jit):
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     run = jax.jit(te.sort_chunks_by_index) if jit else te.sort_chunks_by_index
     out, row_map = run(*map(jnp.asarray, (X, SIZES, ORDER)))
@@ -676,7 +676,7 @@ def test_transformer_engines_chunk_sort(jit):
 
 def test_nan_reaches_its_token():
     """NaN in a token's row reaches the token's sum; NaN in padding reaches no sum."""
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     mask = jnp.asarray(np.eye(4, dtype=np.int32))
     x = jnp.ones((4, 8))
@@ -689,7 +689,7 @@ def test_nan_reaches_its_token():
 
 
 def test_dispatch_without_a_count_raises():
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     with pytest.raises(ValueError, match="num_out_tokens: got -1"):
         te.token_dispatch(jnp.ones((4, 8)), jnp.ones((4, 2)), -1)
@@ -700,7 +700,7 @@ def test_dispatch_without_a_count_raises():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_rows_after_the_chunks_are_unchanged(jit):
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     sizes, order = np.array([3, 0, 4, 2], np.int32), np.array([2, 3, 1, 0], np.int32)
     x = RNG.standard_normal((12, 8)).astype(np.float32)
@@ -723,7 +723,7 @@ def test_rows_after_the_chunks_are_unchanged(jit):
 @pytest.mark.parametrize("first", [None, 2])
 def test_dispatch_by_sorting(align, first):
     """Compared with loops; gradients with those of the same sums over rows selected one by one."""
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     experts, k, hidden, batch = 5, 2, 8, (2, 7)
     mask = np.zeros((14, experts), bool)
@@ -773,7 +773,7 @@ def test_dispatch_by_sorting(align, first):
 
 def test_numpy_arguments_of_transformer_engines_functions():
     """The original's functions take NumPy's arrays, and sums of a mask for num_out_tokens."""
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     x, ids = (
         RNG.standard_normal((T, H)).astype(np.float32),
@@ -790,7 +790,7 @@ def test_numpy_arguments_of_transformer_engines_functions():
 
 def test_parameters_of_a_ragged_all_to_all():
     """Every row is sent to its expert's shard, sorted by expert there, and sent back."""
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     shards, local = 3, 2
     table = RNG.integers(0, 4, (shards, shards * local)).astype(np.int32)
@@ -838,7 +838,7 @@ def test_parameters_of_a_ragged_all_to_all():
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32])
 def test_entries_by_ids_of_any_integers(dtype):
     """Differences of ids, and the number of experts, need not be representable in their dtype."""
-    from fp8moe.adapters.transformer_engine.pytorch import jax as te
+    from fp8moe.adapters.transformer_engine import jax as te
 
     ids, x = np.array([[0], [5], [2], [3]]), jnp.arange(4.0)[:, None]
     for align in (0, 4):

@@ -596,7 +596,7 @@ def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
         monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
     # as if the arrays were on CUDA, where a backend can be selected
-    choices = importlib.import_module("fp8moe.grouped_gemm")
+    choices = importlib.import_module("fp8moe.ops.grouped_gemm")
     monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
     layer = importlib.import_module("fp8moe.layer.checks")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
