@@ -36,7 +36,7 @@ from fp8moe.adapters.torch.functional import gates_before_ups, moe_experts
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import Recipe
+from fp8moe.layer.recipes import RecipeName
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
@@ -85,7 +85,7 @@ class FP8RoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        recipe: Recipe = "fp8_flow"
+        recipe: RecipeName = "fp8_flow"
         recompute: str | None = None
         backend: str | None = None
         num_sms: int | None = None
@@ -215,7 +215,7 @@ class FP8MoEConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: Recipe = "fp8_flow"
+        recipe: RecipeName = "fp8_flow"
         """ "fp8_flow", "fp8_blockwise" or "bf16", as in `fp8moe.moe_forward`."""
         recompute: str | None = None
         """None, or "moe_expert": the backward recomputes the first product and the activation."""

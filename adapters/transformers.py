@@ -49,13 +49,13 @@ from fp8moe.activation import GATED, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import gates_before_ups, moe_experts
 from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import Recipe
+from fp8moe.layer.recipes import RecipeName
 
 __all__ = ["activation_of", "enable"]
 
 
 def enable(
-    recipe: Recipe = "fp8_flow",
+    recipe: RecipeName = "fp8_flow",
     *,
     recompute: str | None = None,
     backend: str | None = None,

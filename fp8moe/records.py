@@ -148,7 +148,7 @@ class Quantized(Record):
     ----------
     rowwise : QuantTensor
         Stored row-major. None in saved weights whose backward does not need it
-        (`fp8moe.layer.recipes.Saved`).
+        (`fp8moe.layer.saved.Saved`).
     columnwise : QuantTensor
         Stored transposed.
     """

@@ -25,6 +25,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.library import OPERATORS
 from fp8moe.adapters.torch.router import Router
+from fp8moe.layer import moe
 from fp8moe.ops.plan import static_bound
 
 T, H, F, E, K = 40, 128, 100, 8, 2
@@ -88,11 +89,9 @@ def test_compiled_as_the_first_thing_in_a_process():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_selective_checkpointing_saves_is_not_computed_again(monkeypatch, recipe, recompute):
     layer, x, forwards = layer_of(recipe, recompute=recompute), rows(), []
-    moe_forward = fp8moe.moe_forward
+    forward = moe.forward
     monkeypatch.setattr(
-        fp8moe,
-        "moe_forward",
-        lambda *given, **options: (forwards.append(1), moe_forward(*given, **options))[1],
+        moe, "forward", lambda *given, **options: (forwards.append(1), forward(*given, **options))[1]
     )
     inputs = x, *layer.parameters()
     y = layer(x)

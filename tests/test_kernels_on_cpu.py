@@ -890,7 +890,7 @@ def test_layer_with_an_sm_limit(monkeypatch, recipe):
     assert plans["experts_backward_weight"] == len({4, 2})
     with pytest.raises(ValueError, match="num_sms: got 8; wanted an even number from 2 to 6"):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=8)
-    with pytest.raises(ValueError, match="num_sms: got 2 for a product by 'mma'"):
+    with pytest.raises(ValueError, match="num_sms: got 2 with backend='mma', which cannot limit itself"):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=2, backend="mma")
 
 

@@ -335,7 +335,7 @@ def test_gradients_of_padded_weights_without_a_gate():
     with pytest.raises(ValueError, match=r"dw13: got two with .*relu2.*which has no gate"):
         fp8moe.moe_backward(saved, dy, dw13=(None, None))
     with pytest.raises(ValueError, match="w13: got F = 72"):
-        fp8moe.moe_forward(**inputs, w13=w13, w2=w2, recipe="fp8_flow", activation=saved.activation)
+        fp8moe.moe_forward(**inputs, w13=w13, w2=w2, recipe="fp8_flow", activation=saved.options.activation)
 
 
 def test_invalid_gradient_pairs_raise():

@@ -23,7 +23,8 @@ from fp8moe.adapters.torch.functional import (
 )
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.layer import checks as layer_checks
-from fp8moe.layer import recipes
+from fp8moe.layer import moe
+from fp8moe.layer.saved import Saved
 from fp8moe.runtime import dispatch
 
 E, H, F, T, K = 4, 96, 72, 37, 2
@@ -668,8 +669,8 @@ def test_backend_and_limit_reach_the_products_of_both_directions(monkeypatch, re
         backends = []
         with monkeypatch.context() as patch:
             patch.setattr(layer_checks, "check_backend", lambda *arguments, **layer: None)
-            for name in ("moe_forward", "moe_forward_permuted", "moe_backward"):
-                patch.setattr(fp8moe, name, without_backend(getattr(fp8moe, name), backends))
+            for module, name in ((moe, "forward"), (moe, "forward_permuted"), (fp8moe, "moe_backward")):
+                patch.setattr(module, name, without_backend(getattr(module, name), backends))
             torch.compiler.reset()
             run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
             leaves = [t.clone().requires_grad_() for t in leaves]
@@ -762,13 +763,16 @@ def without_backend(function, backends):
     """The library's function called without backend, with a record of the requested ones."""
 
     def call(first, *arguments, **options):
-        if isinstance(first, recipes.Saved):
-            backends.append(("backward", first.backend, first.num_sms))
-            return function(replace(first, backend=None, num_sms=None), *arguments, **options)
-        asked = {name: options[name] for name in ("backend", "num_sms")}
-        backends.append(("forward", *asked.values()))
-        y, saved = function(first, *arguments, **{**options, "backend": None, "num_sms": None})
-        return y, replace(saved, **asked)
+        def free(asked):
+            return replace(asked, backend=None, num_sms=None)
+
+        if isinstance(first, Saved):
+            backends.append(("backward", *first.options.gemm.values()))
+            return function(replace(first, options=free(first.options)), *arguments, **options)
+        *arrays, asked = arguments
+        backends.append(("forward", *asked.gemm.values()))
+        y, saved = function(first, *arrays, free(asked), **options)
+        return y, replace(saved, options=asked)
 
     return call
 

@@ -32,11 +32,13 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.activation import Activation
 from fp8moe.adapters.jax import ffi as jax_ffi
-from fp8moe.layer.recipes import Saved
+from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.saved import Saved
 from fp8moe.ops.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
 from fp8moe.records import (
     ArraySpec,
     MoEGrads,
+    Options,
     PermutationPlan,
     Permuted,
     Quantized,
@@ -59,7 +61,7 @@ RECORDS = (
     *(QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, Routed),
     *(SwigluGrad, MoEGrads, Saved),
 )
-_KINDS = {kind.__name__: kind for kind in (*RECORDS, Activation, RouterConfig)}
+_KINDS = {kind.__name__: kind for kind in (*RECORDS, Activation, LayerOptions, RouterConfig)}
 _functions: dict[str, Callable[..., Any]] = {}
 _THIS_PROCESS = uuid.uuid4().hex
 
@@ -142,7 +144,10 @@ def _decode(value: Any, arrays: Sequence[Any]) -> Any:
     fields = {n: _decode(v, arrays) for n, v in value.items() if n != "record"}
     if "record" not in value:
         return fields
-    record = object.__new__(_KINDS[value["record"]])
+    kind: Any = _KINDS[value["record"]]
+    if issubclass(kind, Options):
+        return kind(**fields)
+    record = object.__new__(kind)
     record.__dict__.update(fields)
     # quantised tensors may be given as float8
     return as_codes(record) if isinstance(record, QuantTensor) else record

@@ -38,7 +38,9 @@ from fp8moe import Routed, RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.jax import calls as jax_calls
 from fp8moe.formats import BFLOAT16
-from fp8moe.layer.recipes import RECIPES, RECOMPUTE, Saved
+from fp8moe.layer.options import RECOMPUTE
+from fp8moe.layer.recipes import RECIPES
+from fp8moe.layer.saved import Saved
 from fp8moe.ops.grouped_gemm import BACKENDS, check_limit
 from fp8moe.records import (
     MoEGrads,
@@ -775,7 +777,7 @@ def backward_options(saved: Saved, like: list[Any], layer: Any) -> dict[str, Any
     With "fp8_flow", dw13 is a pair if the weights are a pair, or were padded and have gates."""
     ffn = _ffn(like[0], like[1], layer)
     padded = None if ffn is None or ffn % WIDTH == 0 or not layer.activation.gated else ffn
-    is_pair = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
+    is_pair = saved.options.precision.gradient_in_parts and (padded is not None or isinstance(like[0], tuple))
     all_bfloat16 = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
     return {
         "dw13": (None, None) if is_pair else None,

@@ -27,7 +27,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import Recipe
+from fp8moe.layer.recipes import RecipeName
 from fp8moe.runtime import checks
 
 with warnings.catch_warnings():
@@ -214,7 +214,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         pg_collection: Any = None,
         name: str | None = None,
         *,
-        recipe: Recipe = "fp8_flow",
+        recipe: RecipeName = "fp8_flow",
         backend: str | None = None,
         num_sms: int | None = None,
     ):
@@ -611,7 +611,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         layer_number: int | None = None,
         pg_collection: Any = None,
         *,
-        recipe: Recipe = "fp8_flow",
+        recipe: RecipeName = "fp8_flow",
         backend: str | None = None,
         num_sms: int | None = None,
         **options: Any,
@@ -719,7 +719,7 @@ def _refuse_captured_experts(config: Any) -> None:
 def use_fp8_flow(
     spec: Any,
     *,
-    recipe: Recipe = "fp8_flow",
+    recipe: RecipeName = "fp8_flow",
     backend: str | None = None,
     num_sms: int | None = None,
     dispatcher: str = "fp8moe",

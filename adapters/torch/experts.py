@@ -49,9 +49,11 @@ from fp8moe.expert_parallel.protocols import Engine, Route, chunks_of, implement
 from fp8moe.formats import BFLOAT16
 from fp8moe.layer import checks as layer_checks
 from fp8moe.layer import moe
+from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.permuted_rows import PlacedRows
-from fp8moe.layer.recipes import Saved, SavedForWeights
+from fp8moe.layer.saved import Saved, SavedForWeights
 from fp8moe.records import ArraySpec
+from fp8moe.records import Options as CheckedOptions
 from fp8moe.runtime import checks, workspace
 from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in, field_names, map_arrays
 
@@ -188,11 +190,20 @@ def experts(
     return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
 
 
-def check_backend(x: Tensor, backend: str | None, num_sms: int | None, **layer: Any) -> None:
+def check_backend(
+    x: Tensor,
+    backend: str | None,
+    num_sms: int | None,
+    *,
+    recipe: Any,
+    activation: Activation,
+    **layer: Any,
+) -> None:
     """`fp8moe.layer.checks.check_backend` for x's device."""
     if backend is not None or num_sms is not None:
         device = "cpu" if x.device.type == "cpu" else x.device.index
-        layer_checks.check_backend(backend, device, num_sms=num_sms, **layer)
+        options = LayerOptions(recipe, activation=activation, backend=backend, num_sms=num_sms)
+        layer_checks.check_backend(options, device, **layer)
 
 
 def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
@@ -259,21 +270,21 @@ def _call_forward(
 ) -> tuple[Any, Saved]:
     """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. handle: as in `experts`."""
     operands = x, *weights, ids, probs
-    options_by_name: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
-    options_by_name |= {"activation": options.activation, "gradients": _names(options.gradients)}
-    options_by_name |= {"backend": options.backend, "num_sms": options.num_sms}
+    gradients = _names(options.gradients)
+    how: Any = options.recipe, options.recompute, options.activation, options.backend, options.num_sms
+    operands = *operands, LayerOptions(*how)
     if options.align_size:
-        return fp8moe.moe_forward_permuted(*operands, align_size=options.align_size, **options_by_name)
-    kept = _names(options.gradients)
+        return moe.forward_permuted(*operands, align_size=options.align_size, gradients=gradients)
+    kept = gradients
     if options.for_statistics and not kept:
         kept = "dx", "dprobs"
     elif comm is None:
-        return fp8moe.moe_forward(*operands, **options_by_name)
+        return moe.forward(*operands, comm=None, gradients=gradients)
     router = None
     if options.is_routed and handle is not None:
         router = _layers[int(handle)].router_checksum
     announced = {"gathers_bias": options.gathers_bias, "router": router, "sums_router": options.sums_router}
-    return moe.forward_keeping(kept, *operands, comm=comm, announced=announced, **options_by_name)
+    return moe.forward(*operands, comm=comm, gradients=gradients, kept=kept, announced=announced)
 
 
 # ---------------------------------------------------------------- eager mode
@@ -945,7 +956,8 @@ def _experts_over_ranks_op(
 
 #: types of the records in a forward's record
 _DESCRIBED = {
-    kind.__name__: kind for kind in (Saved, Route, PermutationPlan, PlacedRows, QuantTensor, Activation)
+    kind.__name__: kind
+    for kind in (Saved, LayerOptions, Route, PermutationPlan, PlacedRows, QuantTensor, Activation)
 }
 
 
@@ -978,8 +990,10 @@ def _from_description(value: Any) -> Any:
     ((name, values),) = value.items()
     if (kind := _DESCRIBED.get(name)) is None:
         raise ValueError(f"saved_metadata: got a record {name!r}; wanted one of {', '.join(_DESCRIBED)}")
+    fields = dict(zip(field_names(kind) or (), map(_from_description, values), strict=True))
+    if issubclass(kind, CheckedOptions):
+        return kind(**fields)
     record = object.__new__(kind)
-    fields = zip(field_names(kind) or (), map(_from_description, values), strict=True)
     record.__dict__.update(fields)
     return record
 

@@ -27,7 +27,8 @@ from fp8moe.adapters.torch.library import differentiable, spec_of
 from fp8moe.adapters.torch.operation import check_float, check_tensor, refuse_transforms
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.layer.moe import experts_of
-from fp8moe.layer.recipes import GRADIENTS, RECIPES, RECOMPUTE, Recipe
+from fp8moe.layer.options import RECOMPUTE
+from fp8moe.layer.recipes import GRADIENTS, RECIPES, RecipeName
 from fp8moe.ops.grouped_gemm import BACKENDS, check_limit
 from fp8moe.runtime import checks
 
@@ -47,7 +48,7 @@ def moe_experts(
     topk_ids: Tensor,
     topk_probs: Tensor,
     *,
-    recipe: Recipe = "fp8_flow",
+    recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
     bias13: Tensor | None = None,
@@ -152,7 +153,7 @@ def moe_experts_permuted(
     tokens_per_expert: Tensor,
     probs: Tensor,
     *,
-    recipe: Recipe = "fp8_flow",
+    recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
     bias13: Tensor | None = None,
@@ -236,7 +237,7 @@ def moe_experts_permuted(
 class _Options(NamedTuple):
     """Options of `moe_experts`, or with a nonzero align_size of `moe_experts_permuted`."""
 
-    recipe: Recipe
+    recipe: RecipeName
     recompute: str | None
     activation: Activation
     bias13: Tensor | None

@@ -40,7 +40,7 @@ from fp8moe.adapters.torch.stats import Collector, LayerStats
 from fp8moe.adapters.torch.weights import FP8Weights, is_capturing, is_freed, weights_unchanged
 from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import GRADIENTS, Recipe
+from fp8moe.layer.recipes import GRADIENTS, RecipeName
 from fp8moe.runtime import checks
 
 __all__ = ["FP8FlowMoE"]
@@ -205,7 +205,7 @@ class FP8FlowMoE(nn.Module):
         num_experts: int,
         topk: int,
         *,
-        recipe: Recipe = "fp8_flow",
+        recipe: RecipeName = "fp8_flow",
         recompute: str | None = None,
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,

@@ -134,11 +134,11 @@ def prepare_dispatch(
     plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
     experts, topk = num_experts // world, topk_ids.shape[1]
-    recipe, activation, gathers_bias, router, sums_router = settings
+    options, gathers_bias, router, sums_router = settings
     block = message.like.block if isinstance(message.like, QuantTensor) else None
     header = {
-        f"recipe, of {', '.join(RECIPES)}": -1 if recipe is None else RECIPES.index(recipe),
-        "activation, by a checksum of its fields": _checksum(activation),
+        f"recipe, of {', '.join(RECIPES)}": -1 if options is None else [*RECIPES].index(options.recipe),
+        "activation, by a checksum of its fields": _checksum(None if options is None else options.activation),
         "hidden": x.shape[1],
         "topk": topk,
         "num_experts": num_experts,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from fp8moe.activation import Activation
 from fp8moe.formats import round_up
+from fp8moe.layer.options import LayerOptions
 from fp8moe.records import Options, PermutationPlan, Record
 from fp8moe.runtime import checks
 
@@ -242,15 +242,14 @@ def overflow(saved: Any) -> list[tuple[Any, Any]]:
 class Settings(NamedTuple):
     """What a caller of `dispatch` wants to be equal on all ranks: entries of the header.
 
-    recipe, activation: the layer's; None for neither. gathers_bias: whether a bias is gathered from all ranks
-        after the experts.
+    options: the layer's, of which recipe and activation must be equal; None without a layer.
+    gathers_bias: whether a bias is gathered from all ranks after the experts.
     router: of the layer whose router has chosen the ids, a function that returns a checksum of it, 31 bits,
         the same one as before, or with True a new one; None for ids from elsewhere.
     sums_router: whether the backward sums that router's gradient over the ranks.
     """
 
-    recipe: str | None = None
-    activation: Activation | None = None
+    options: LayerOptions | None = None
     gathers_bias: bool = False
     router: Callable[[bool], int] | None = None
     sums_router: bool = False

@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fp8moe.activation import Activation
 from fp8moe.expert_parallel.protocols import check_comm
-from fp8moe.formats import BFLOAT16, round_up
+from fp8moe.formats import round_up
+from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.permuted_rows import PlacedRows
-from fp8moe.layer.recipes import (
-    ALIGN_SIZE,
-    GRADIENTS,
-    RECIPES,
-    RECOMPUTE,
-    Saved,
-    SavedForWeights,
-    parts_of,
-)
-from fp8moe.ops.grouped_gemm import (
-    BACKENDS,
-    check_limit,
-    not_on_cpu,
-)
+from fp8moe.layer.recipes import GRADIENTS, parts_of
+from fp8moe.layer.saved import Saved, SavedForWeights
+from fp8moe.ops.grouped_gemm import not_on_cpu
 from fp8moe.ops.quantize import times_overwritten
 from fp8moe.records import PermutationPlan, Quantized, QuantTensor
 from fp8moe.runtime import checks
@@ -39,22 +28,15 @@ def check_gradients(gradients: Any) -> None:
         checks.choice("gradients", name, GRADIENTS)
 
 
-def check_layer(
-    recipe: str,
-    activation: Activation,
-    backend: str | None,
-    num_sms: int | None,
-    gradients: Collection[str],
-    **arrays: Any,
-) -> None:
+def check_layer(options: LayerOptions, gradients: Collection[str], **arrays: Any) -> None:
     call = enter(**arrays)
     a = call.args
-    _check_rows_and_weights(recipe, activation, a)
+    _check_rows_and_weights(options, a)
     checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
-    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
+    _check_backend_of(call, options, gradients)
 
 
 @operation
@@ -64,63 +46,54 @@ def check_before_sending(
     w2: Any,
     topk_ids: Any,
     topk_probs: Any,
-    recipe: str,
-    activation: Activation,
-    backend: str | None,
-    num_sms: int | None,
+    options: LayerOptions,
     gradients: Collection[str],
 ) -> None:
     """`check_layer` as an operation, so that it runs once per set of shapes."""
     given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-    check_layer(recipe, activation, backend, num_sms, gradients, **given)
+    check_layer(options, gradients, **given)
 
 
-def check_permuted(
-    recipe: str,
-    activation: Activation,
-    align_size: int,
-    backend: str | None,
-    num_sms: int | None,
-    gradients: Collection[str],
-    **arrays: Any,
-) -> None:
-    call = enter(**arrays)
+def check_permuted(options: LayerOptions, align_size: int, gradients: Collection[str], **arrays: Any) -> None:
+    call, recipe = enter(**arrays), options.precision
     a = call.args
     if isinstance(a.x, QuantTensor):
-        if recipe == "bf16":
+        if not recipe.quantizes:
             raise TypeError(
-                'x: got a QuantTensor with recipe "bf16"; wanted an array; pass fp8moe.dequantize(x)'
+                f'x: got a QuantTensor with recipe "{recipe.name}"; wanted an array; pass '
+                "fp8moe.dequantize(x)"
             )
         checks.quant_tensor("x", a.x, ((1, 128),))
-        if recipe == "fp8_flow" and "dw13" in gradients:  # which transposes x
+        if recipe.scaling_aware and "dw13" in gradients:  # which transposes x
             checks.powers_of_two(call, "x", a.x)
-    experts = _check_rows_and_weights(recipe, activation, a)
+    experts = _check_rows_and_weights(options, a)
     checks.dtype("tokens_per_expert", a.tokens_per_expert, checks.INTEGERS)
     checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
     checks.dtype("probs", a.probs, checks.FLOATS)
     checks.shape("probs", a.probs, (a.x.shape[0],))
-    wanted = ALIGN_SIZE[recipe]
+    wanted = recipe.align_size
     if align_size != 1 and align_size % wanted:
         raise ValueError(
             f"align_size: got {align_size}; wanted 1 for rows without padding, or a multiple of {wanted} for "
-            f"recipe {recipe!r}"
+            f"recipe {recipe.name!r}"
         )
-    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
+    _check_backend_of(call, options, gradients)
 
 
-def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
+def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
     """Check x and the weights; returns the number of experts."""
-    quantized = recipe != "bf16"
+    recipe, activation = options.precision, options.activation
+    quantized = recipe.quantizes
     checks.shape("x", a.x, ("T", "H"))
     if not isinstance(a.x, QuantTensor):
         fix = 'pass x in bfloat16 (ml_dtypes.bfloat16 in NumPy and CuPy), or recipe="bf16"'
-        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS, fix if quantized else "")
+        checks.dtype("x", a.x, recipe.dtypes, fix if quantized else "")
     hidden = a.x.shape[1]
     for name in ("w13", "w2"):
         w = getattr(a, name)
         if isinstance(w, Quantized):
             if not quantized:
-                raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
+                raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "{recipe.name}"')
             for side in ("rowwise", "columnwise"):
                 checks.quant_tensor(f"{name}.{side}", getattr(w, side), ((128, 128),))
             checks.shape(f"{name}.rowwise", w.rowwise, ("E", "N", "K"))
@@ -133,21 +106,19 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
                 )
             setattr(a, name, w.rowwise)
         else:
-            checks.dtype(
-                name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,), _in_one(name, w, quantized)
-            )
+            checks.dtype(name, w, recipe.weight_dtypes or (a.x.dtype,), _in_one(name, w, quantized))
     rows = "2F" if activation.gated else "F"
     checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
-    if width % activation.columns(128 if quantized else 1):
-        ffn = round_up(activation.width(width), 128)
-        options = f"parts=2, rows={ffn}" if activation.gated else f"rows={ffn}"
+    if width % activation.columns(recipe.ffn_multiple):
+        ffn = round_up(activation.width(width), recipe.ffn_multiple)
+        rows_option = f"parts=2, rows={ffn}" if activation.gated else f"rows={ffn}"
         wanted = (
             "twice a multiple of 128, so that no block spans both halves"
             if activation.gated
             else "a multiple of 128"
         )
-        wanted += f"; pass quantize_weights(w13, {options}) and quantize_weights(w2, columns={ffn})"
+        wanted += f"; pass quantize_weights(w13, {rows_option}) and quantize_weights(w2, columns={ffn})"
         raise ValueError(f"w13: got {rows} = {width}; wanted {wanted if quantized else 'an even number'}")
     fix = _stored_transposed(a.w2, 2, hidden, quantized)
     checks.shape("w2", a.w2, (experts, hidden, activation.width(width)), fix)
@@ -173,69 +144,54 @@ def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:
     return "pass contiguous copies of weights stored [E, in, out], with the last two dimensions swapped"
 
 
-def _check_backend_of(
-    call: Call,
-    recipe: str,
-    activation: Activation,
-    backend: str | None,
-    num_sms: int | None,
-    gradients: Collection[str],
-) -> None:
+def _check_backend_of(call: Call, options: LayerOptions, gradients: Collection[str]) -> None:
     """`check_backend` for arrays that `_check_rows_and_weights` has checked."""
-    if backend is None and num_sms is None:
+    if not options.limits_gemms:
         return
     w13, w2 = call.args.w13, call.args.w2
     check_backend(
-        backend,
+        options,
         call.device,
-        recipe=recipe,
-        activation=activation,
-        dtype=w13.dtype.name if recipe == "bf16" else "",
+        dtype="" if options.precision.quantizes else w13.dtype.name,
         experts=w13.shape[0],
         hidden=w13.shape[2],
         ffn=w2.shape[2],
         gradients=gradients,
-        num_sms=num_sms,
     )
 
 
 def check_backend(
-    backend: str | None,
+    options: LayerOptions,
     device: Device,
     *,
-    recipe: str,
-    activation: Activation,
     dtype: str,
     experts: int,
     hidden: int,
     ffn: int,
     gradients: Collection[str] = GRADIENTS,
-    num_sms: int | None = None,
 ) -> None:
     """Raise, before anything is computed, if the backend does not support every GEMM of a layer on a device,
     or a GEMM does not support ``num_sms``.
 
-    dtype: dtype of the operands for "bf16". ffn: F without the padding of FP8 weights. Requirements on the
-    number of rows or on the alignment of arrays are not checked here.
+    dtype: dtype of operands that are not quantised. ffn: F without the padding of FP8 weights. Requirements
+    on the number of rows or on the alignment of arrays are not checked here.
 
     Raises ValueError, and TypeError for a dtype.
     """
-    checks.choice("backend", backend, BACKENDS)
-    num_sms = check_limit(num_sms)
-    options = {n: v for n, v in (("backend", backend), ("num_sms", num_sms)) if v is not None}
-    if not options or device == NOWHERE:
+    if not options.limits_gemms or device == NOWHERE:
         return
     if device == "cpu":
-        raise not_on_cpu(*next(iter(options.items())))
-    width = ffn if recipe == "bf16" else round_up(ffn, 128)
+        raise not_on_cpu(*next((name, value) for name, value in options.gemm.items() if value is not None))
+    recipe = options.precision
+    width = round_up(ffn, recipe.ffn_multiple)
     load_backend(device, "grouped_gemm").check_layer(
-        backend,
-        num_sms,
+        options.backend,
+        options.num_sms,
         device,
-        operands=dtype if recipe == "bf16" else "e4m3",
+        operands="e4m3" if recipe.quantizes else dtype,
         experts=experts,
         hidden=hidden,
-        columns=activation.columns(width),
+        columns=options.activation.columns(width),
         width=width,
         ffn=ffn,
         gradients=tuple(gradients),
@@ -245,11 +201,8 @@ def check_backend(
 def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
     """Check the kinds of a record's fields, which `dataclasses.replace` may have altered; arrays: the names
     of those that are arrays or None."""
-    for field, wanted in (("recipe", RECIPES), ("recompute", RECOMPUTE), ("backend", BACKENDS)):
-        checks.choice(f"{name}.{field}", getattr(record, field), wanted)
-    if record.num_sms is not None:
-        checks.integer(f"{name}.num_sms", record.num_sms, 2)
-    checks.options(f"{name}.activation", record.activation, Activation)
+    if not isinstance(record.options, LayerOptions):
+        raise TypeError(f"{name}.options: got {type(record.options).__name__}; wanted the forward's")
     if not isinstance(record.plan, (PermutationPlan, PlacedRows)):
         raise TypeError(f"{name}.plan: got {type(record.plan).__name__}; wanted the forward's")
     later = record.later
@@ -263,9 +216,9 @@ def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
             continue
         if is_metadata(value) or isinstance(value, (list, tuple)):
             raise TypeError(f"{name}.{field}: got {type(value).__name__}; wanted the forward's array")
-        if isinstance(value, QuantTensor) != (record.recipe != "bf16" and field in _IN_FP8):
+        if isinstance(value, QuantTensor) != (record.options.precision.quantizes and field in _IN_FP8):
             raise TypeError(
-                f"{name}.{field}: got a {type(value).__name__}; wanted what {record.recipe!r} saves"
+                f"{name}.{field}: got a {type(value).__name__}; wanted what {record.options.recipe!r} saves"
             )
 
 
@@ -283,7 +236,8 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
         if weight is None:
             continue
         quantised = isinstance(weight, (Quantized, QuantTensor))
-        if is_metadata(weight) or isinstance(weight, (list, tuple)) or quantised != (saved.recipe != "bf16"):
+        wanted = saved.options.precision.quantizes
+        if is_metadata(weight) or isinstance(weight, (list, tuple)) or quantised != wanted:
             raise TypeError(f"saved.{field}: got {type(weight).__name__}; wanted the forward's weights")
     if type(saved.overwritten) is not tuple or len(saved.overwritten) != 2:
         raise TypeError(f"saved.overwritten: got {type(saved.overwritten).__name__}; wanted the forward's")
@@ -298,7 +252,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     requirements = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
     for name, saved_tensor, dependents in requirements:
         missing = [gradient for gradient in gradients if gradient in dependents]
-        if missing and saved_tensor is None and not saved.recompute:
+        if missing and saved_tensor is None and not saved.options.recompute:
             raise ValueError(
                 f"gradients: got {missing[0]!r}, but saved.{name} is None; wanted it in the forward's "
                 "gradients, too"
@@ -322,17 +276,16 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
 
 def check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) -> None:
     call = enter(dy=dy, w13=saved.w13)
-    a = call.args
-    quantized = saved.recipe != "bf16"
+    a, recipe = call.args, saved.options.precision
     if isinstance(a.dy, QuantTensor):
-        if not quantized:
-            raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
+        if not recipe.quantizes:
+            raise TypeError(f'dy: got a QuantTensor with recipe "{recipe.name}"; wanted an array')
         checks.quant_tensor("dy", a.dy, ((1, 128),))
-        if saved.recipe == "fp8_flow" and "dw2" in gradients:  # which transposes dy
+        if recipe.scaling_aware and "dw2" in gradients:  # which transposes dy
             checks.powers_of_two(call, "dy", a.dy)
     else:
-        weight_dtypes = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
-        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else weight_dtypes)
+        of_weights = not recipe.quantizes and a.w13 is not None
+        checks.dtype("dy", a.dy, (a.w13.dtype,) if of_weights else recipe.dtypes)
     checks.shape("dy", a.dy, (tokens, "H" if a.w13 is None else _hidden(a.w13)))
 
 
@@ -355,7 +308,7 @@ def check_backward(
     so that it runs once per set of shapes. tokens: rows of dy."""
     check_dy(saved, dy, gradients, tokens)
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
-    quantized = saved.recipe != "bf16"
+    quantized = saved.options.precision.quantizes
     # the column-wise codes are always saved
     weight_shapes = [
         None if w is None else tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2)
@@ -386,14 +339,13 @@ def _check_outputs(
 ) -> None:
     """Check the accumulators of weight gradients of the given shapes; they must not overlap ``kept``."""
     checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
-    separate, gated = isinstance(dw13, tuple), saved.activation.gated
+    recipe, activation = saved.options.precision, saved.options.activation
+    separate, gated = isinstance(dw13, tuple), activation.gated
     if separate and not gated:
-        raise ValueError(
-            f"dw13: got two with {saved.activation}, which has no gate; wanted one array or None"
-        )
-    if (separate or ffn is not None) and saved.recipe != "fp8_flow":
+        raise ValueError(f"dw13: got two with {activation}, which has no gate; wanted one array or None")
+    if (separate or ffn is not None) and not recipe.gradient_in_parts:
         argument = "dw13: got two" if separate else "ffn: got one"
-        raise ValueError(f'{argument} with recipe {saved.recipe!r}; wanted "fp8_flow"')
+        raise ValueError(f'{argument} with recipe {recipe.name!r}; wanted "fp8_flow"')
     shape_w13, shape_w2 = weight_shapes
     if ffn is not None:
         if not separate and gated:
@@ -401,7 +353,7 @@ def _check_outputs(
                 f"dw13: got one with ffn={ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
             )
         if shape_w13 is not None:
-            checks.integer("ffn", ffn, 1, saved.activation.width(shape_w13[1]))
+            checks.integer("ffn", ffn, 1, activation.width(shape_w13[1]))
             shape_w13 = shape_w13[0], ffn, shape_w13[2]
         if shape_w2 is not None:
             checks.integer("ffn", ffn, 1, shape_w2[2])

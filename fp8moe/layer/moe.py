@@ -30,28 +30,15 @@ from fp8moe.layer.checks import (
     check_sums,
     check_wanted,
 )
+from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.permuted_rows import (
     PlacedRows,
     pad_rows,
     place_rows,
     unpad_rows,
 )
-from fp8moe.layer.recipes import (
-    ALIGN_SIZE,
-    FORMAT_BETWEEN_RANKS,
-    GRADIENTS,
-    RECIPES,
-    RECOMPUTE,
-    STEPS,
-    Saved,
-    SavedForWeights,
-    cast,
-)
-from fp8moe.ops.grouped_gemm import (
-    BACKENDS,
-    check_limit,
-    products_by,
-)
+from fp8moe.layer.recipes import GRADIENTS, RecipeName, cast
+from fp8moe.layer.saved import Saved, SavedForWeights
 from fp8moe.ops.plan import plan_topk, static_bound
 from fp8moe.ops.quantize import quantize, quantize_parts, times_overwritten
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor
@@ -129,7 +116,7 @@ def moe_forward(
     topk_ids: ArrayLike,
     topk_probs: ArrayLike,
     *,
-    recipe: str,
+    recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
     comm: Comm | None = None,
@@ -204,43 +191,43 @@ def moe_forward(
     >>> y.tolist()
     [[100.0]]
     """
-    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    options |= {"comm": comm, "gradients": gradients, "backend": backend, "num_sms": num_sms}
-    return forward_keeping(gradients, x, w13, w2, topk_ids, topk_probs, **options)
+    options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+    return forward(x, w13, w2, topk_ids, topk_probs, options, comm=comm, gradients=gradients)
 
 
-def forward_keeping(
-    kept: Collection[str],
-    *operands: Any,
+def forward(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    options: LayerOptions,
+    *,
     comm: Comm | None,
     gradients: Collection[str],
+    kept: Collection[str] | None = None,
     announced: dict[str, Any] | None = None,
-    **options: Any,
 ) -> tuple[Any, Saved]:
-    """`moe_forward` which saves the tensors that the gradients ``kept`` need, and announces to the other
-    ranks a backward that computes ``gradients``, and ``announced``: fields of `Settings`."""
-    checks.choice("recipe", options["recipe"], RECIPES)
-    checks.choice("recompute", options["recompute"], RECOMPUTE)
+    """`moe_forward`. Saves the tensors that the gradients ``kept`` need, by default ``gradients``; to the
+    other ranks it announces a backward that computes ``gradients``, and ``announced``: fields of
+    `Settings`."""
     if comm is not None:
         check_comm(comm)
-    checks.options("activation", options["activation"], Activation)
     check_gradients(gradients)
-    checks.choice("backend", options["backend"], BACKENDS)
-    options |= {"gradients": tuple(kept), "num_sms": check_limit(options["num_sms"])}
-    x, w13, w2, ids, probs = operands
+    kept = tuple(gradients if kept is None else kept)
     if isinstance(x, QuantTensor):
         raise TypeError(
             "x: got a QuantTensor; wanted an array; pass fp8moe.dequantize(x), or permuted rows to "
             "moe_forward_permuted"
         )
     overwritten = _overwritten(w13, w2)
+    operands = x, w13, w2, topk_ids, topk_probs
     if comm is None:
-        y, saved = experts_forward(x, w13, w2, ids, probs, **options)
+        y, saved = experts_forward(*operands, options, kept)
     else:
-        checked = {name: value for name, value in options.items() if name != "recompute"}
-        check_before_sending(x, w13, w2, ids, probs, **checked)
-        settings = Settings(options["recipe"], options["activation"], **announced or {})
-        y, saved = _forward_over_ranks(x, w13, w2, ids, probs, comm, tuple(gradients), settings, options)
+        check_before_sending(*operands, options, kept)
+        settings = Settings(options, **announced or {})
+        y, saved = _forward_over_ranks(*operands, options, kept, comm, tuple(gradients), settings)
     return y, _recorded(saved, overwritten)
 
 
@@ -250,30 +237,29 @@ def _forward_over_ranks(
     w2: Any,
     topk_ids: Any,
     topk_probs: Any,
+    options: LayerOptions,
+    kept: tuple[str, ...],
     comm: Comm,
     gradients: tuple[str, ...],
     settings: Settings,
-    options: dict[str, Any],
 ) -> tuple[Any, Saved]:
-    recipe, experts = options["recipe"], experts_of(w13)
-    fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
-    if chunks > 1 and recipe != "bf16":  # once for all chunks
+    recipe, experts = options.precision, experts_of(w13)
+    fmt, chunks = recipe.format_between_ranks, chunks_of(comm)
+    if chunks > 1 and recipe.quantizes:  # once for all chunks
         w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
     saved_chunks: list[Saved] = []
 
     def products(received: Dispatched | DispatchedRows) -> Any:
         if isinstance(received, DispatchedRows):
-            row_arguments = received.tokens_per_expert, received.probs
-            aligned = {**options, "align_size": received.align_size}
-            y, saved = permuted_experts_forward(received.x, w13, w2, *row_arguments, **aligned)
+            rows_given = received.x, w13, w2, received.tokens_per_expert, received.probs
+            y, saved = permuted_experts_forward(*rows_given, options, kept, received.align_size)
         else:
             # rounded up, so that steps with similar row counts share shapes, and with them the cached launch
             # plan
             entries = received.num_entries if capacity_of(comm) else with_spare(received.num_entries)
-            rows = static_bound(entries, experts, ALIGN_SIZE[recipe])
-            y, saved = experts_forward(
-                received.x, w13, w2, received.topk_ids, received.topk_probs, num_out_tokens=rows, **options
-            )
+            rows = static_bound(entries, experts, recipe.align_size)
+            tokens = received.x, w13, w2, received.topk_ids, received.topk_probs
+            y, saved = experts_forward(*tokens, options, kept, rows)
         saved_chunks.append(replace(saved, route=received.route))
         return y
 
@@ -317,7 +303,7 @@ def moe_forward_permuted(
     tokens_per_expert: ArrayLike,
     probs: ArrayLike,
     *,
-    recipe: str,
+    recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
     align_size: int = 1,
@@ -385,26 +371,27 @@ def moe_forward_permuted(
     >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
     [[100.0], [200.0]]
     """
-    checks.choice("recipe", recipe, RECIPES)
-    checks.choice("recompute", recompute, RECOMPUTE)
-    checks.options("activation", activation, Activation)
+    options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+    arrays = x, w13, w2, tokens_per_expert, probs
+    return forward_permuted(*arrays, options, align_size=align_size, gradients=gradients)
+
+
+def forward_permuted(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    tokens_per_expert: Any,
+    probs: Any,
+    options: LayerOptions,
+    *,
+    align_size: int,
+    gradients: Collection[str],
+) -> tuple[Any, Saved]:
+    """`moe_forward_permuted`."""
     align_size = checks.integer("align_size", align_size, 1)
-    checks.choice("backend", backend, BACKENDS)
     check_gradients(gradients)
-    y, saved = permuted_experts_forward(
-        x,
-        w13,
-        w2,
-        tokens_per_expert,
-        probs,
-        recipe=recipe,
-        recompute=recompute,
-        align_size=align_size,
-        activation=activation,
-        gradients=tuple(gradients),
-        backend=backend,
-        num_sms=check_limit(num_sms),
-    )
+    arrays = x, w13, w2, tokens_per_expert, probs
+    y, saved = permuted_experts_forward(*arrays, options, tuple(gradients), align_size)
     return y, _recorded(saved, _overwritten(w13, w2))
 
 
@@ -415,24 +402,19 @@ def experts_forward(
     w2: Any,
     topk_ids: Any,
     topk_probs: Any,
-    *,
-    recipe: str,
-    recompute: str | None,
+    options: LayerOptions,
+    gradients: Collection[str],
     num_out_tokens: int | None = None,
-    activation: Activation,
-    gradients: Collection[str] = GRADIENTS,
-    backend: str | None = None,
-    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` for this rank's experts; x is a QuantTensor if other ranks sent it quantised."""
+    recipe = options.precision
     if not isinstance(x, QuantTensor):
         given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-        check_layer(recipe, activation, backend, num_sms, gradients, **given)
+        check_layer(options, gradients, **given)
         x = cast(recipe, x)
-    align = ALIGN_SIZE[recipe]
+    align = recipe.align_size
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
-    options = recipe, recompute, activation, gradients, backend, num_sms
-    return _by_plan(x, w13, w2, plan, topk_probs, *options)
+    return _by_plan(x, w13, w2, plan, topk_probs, options, gradients)
 
 
 @operation
@@ -442,23 +424,18 @@ def permuted_experts_forward(
     w2: Any,
     tokens_per_expert: Any,
     probs: Any,
-    *,
-    recipe: str,
-    recompute: str | None,
+    options: LayerOptions,
+    gradients: Collection[str],
     align_size: int,
-    activation: Activation,
-    gradients: Collection[str] = GRADIENTS,
-    backend: str | None = None,
-    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
+    recipe = options.precision
     given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
-    check_permuted(recipe, activation, align_size, backend, num_sms, gradients, **given)
+    check_permuted(options, align_size, gradients, **given)
     if not isinstance(x, QuantTensor):
         x = cast(recipe, x)
-    x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
-    options = recipe, recompute, activation, gradients, backend, num_sms
-    y, saved = _by_plan(x, w13, w2, rows, probs, *options)
+    x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, recipe.align_size)
+    y, saved = _by_plan(x, w13, w2, rows, probs, options, gradients)
     return unpad_rows(y, rows)[0], saved
 
 
@@ -468,25 +445,18 @@ def _by_plan(
     w2: Any,
     plan: PermutationPlan | PlacedRows,
     probs: Any,
-    recipe: str,
-    recompute: str | None,
-    activation: Activation,
+    options: LayerOptions,
     gradients: Collection[str],
-    backend: str | None,
-    num_sms: int | None,
 ) -> tuple[Any, Saved]:
     """Forward of the experts, given a plan or placed rows."""
-    if recipe != "bf16":
+    recipe = options.precision
+    if recipe.quantizes:
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
-    forward, *_ = STEPS[recipe]
-    recomputes = recompute is not None and bool(gradients)
-    arguments = x, w13, w2, plan, probs, activation, recomputes, gradients
-    y, fields = products_by((backend, num_sms), forward, *arguments)
-    if recipe != "bf16":
-        w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    fields.update(activation=activation, backend=backend, num_sms=num_sms)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **fields)
+    y, fields = recipe.forward(x, w13, w2, plan, probs, options, gradients)
+    if recipe.quantizes:
+        w13, w2 = w13 if options.recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
+    saved = Saved(options, plan, w13=w13, w2=w2, **fields)
     return y, saved.needed_for(gradients)
 
 
@@ -527,25 +497,20 @@ def experts_backward_weight(
 
 def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[Any, Any, SavedForWeights]:
     if not isinstance(dy, QuantTensor):
-        dy = cast(saved.recipe, dy)
-    _, backward_input, _ = STEPS[saved.recipe]
+        dy = cast(saved.options.precision, dy)
     rows = saved.plan
     if isinstance(rows, PlacedRows):
         dy = pad_rows(dy, rows)
-    given = saved.backend, saved.num_sms
-    dx, dprobs, operands = products_by(given, backward_input, saved, dy, gradients)
+    dx, dprobs, operands = saved.options.precision.backward_input(saved, dy, gradients)
     if isinstance(rows, PlacedRows) and dx is not None:
         dx, dprobs = unpad_rows(dx, rows, dprobs)
-    options: dict[str, Any] = {name: getattr(saved, name) for name in ("activation", "backend", "num_sms")}
-    return dx, dprobs, SavedForWeights(saved.recipe, saved.recompute, rows, **operands, **options)
+    return dx, dprobs, SavedForWeights(saved.options, rows, **operands)
 
 
 def _backward_weight(
     operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
 ) -> tuple[Any, Any]:
-    *_, backward_weight = STEPS[operands.recipe]
-    given = operands.backend, operands.num_sms
-    return products_by(given, backward_weight, operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
+    return operands.options.precision.backward_weight(operands, dw13, dw2, dtype, ffn)
 
 
 def moe_backward(
@@ -652,7 +617,7 @@ def _backward_over_ranks(
         dy,
         [chunk.route for chunk in chunks],
         comm,
-        fmt=FORMAT_BETWEEN_RANKS[saved.recipe],
+        fmt=saved.options.precision.format_between_ranks,
         inputs=inputs,
         weights=lambda _: weights(pending_operands.pop()),
     )
@@ -810,7 +775,7 @@ def _limited(saved: Any, num_sms: int | None) -> Any:
     if num_sms is None:
         return saved
     later = tuple(_limited(chunk, num_sms) for chunk in saved.later)
-    return replace(saved, num_sms=check_limit(num_sms), later=later)
+    return replace(saved, options=replace(saved.options, num_sms=num_sms), later=later)
 
 
 def _of_this_rank(saved: Saved) -> Saved:

@@ -1,22 +1,28 @@
-"""The options of an expert layer that every framework's form of it takes, checked in one place."""
+"""The options of an expert layer that every framework's form of it takes, in one record."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.layer.recipes import RECIPES, RECOMPUTE, Recipe
+from fp8moe.layer.recipes import RECIPES, Recipe, RecipeName
 from fp8moe.ops.grouped_gemm import BACKENDS, check_limit
 from fp8moe.records import Options
 from fp8moe.runtime import checks
 
+RECOMPUTE = None, "moe_expert"
+
 
 @dataclass(frozen=True)
 class LayerOptions(Options):
-    """How a layer computes its experts: the attributes are those of `fp8moe.moe_forward`. Raises TypeError or
-    ValueError for other values; limits of a device are checked where the products run."""
+    """How a layer computes its experts: the attributes are those of `fp8moe.moe_forward`.
 
-    recipe: Recipe = "fp8_flow"
+    A public function makes one of its arguments, which checks them, and hands it on whole. Raises TypeError
+    or ValueError for other values; limits of a device are checked where the GEMMs run.
+    """
+
+    recipe: RecipeName = "fp8_flow"
     recompute: str | None = None
     activation: Activation = SWIGLU
     backend: str | None = None
@@ -28,3 +34,18 @@ class LayerOptions(Options):
         checks.options("activation", self.activation, Activation)
         checks.choice("backend", self.backend, BACKENDS)
         object.__setattr__(self, "num_sms", check_limit(self.num_sms, self.backend))
+
+    @property
+    def precision(self) -> Recipe:
+        """What follows from the recipe's name."""
+        return RECIPES[self.recipe]
+
+    @property
+    def limits_gemms(self) -> bool:
+        """Whether the GEMMs are not free to use any backend and all multiprocessors."""
+        return self.backend is not None or self.num_sms is not None
+
+    @property
+    def gemm(self) -> dict[str, Any]:
+        """The arguments of each GEMM."""
+        return {"backend": self.backend, "num_sms": self.num_sms}

@@ -156,12 +156,13 @@ def permute(x: Any, plan: PermutationPlan | PlacedRows, probs: Any = None) -> Pe
 
 
 def permute_gemm(
-    x: QuantTensor, w: QuantTensor, plan: PermutationPlan | PlacedRows, probs: Any = None
+    x: QuantTensor, w: QuantTensor, plan: PermutationPlan | PlacedRows, probs: Any = None, **gemm: Any
 ) -> Permuted:
     """`fp8moe.permute_gemm`."""
     if isinstance(plan, PlacedRows):
-        return Permuted(grouped_gemm(x, w, plan.expert_offsets, int32_counts(plan)), probs, plan)  # type: ignore[arg-type]
-    return permute_gemm_by_plan(x, w, plan, probs)  # type: ignore[no-any-return]
+        h = grouped_gemm(x, w, plan.expert_offsets, int32_counts(plan), **gemm)
+        return Permuted(h, probs, plan)  # type: ignore[arg-type]
+    return permute_gemm_by_plan(x, w, plan, probs, **gemm)  # type: ignore[no-any-return]
 
 
 def int32_counts(plan: PermutationPlan | PlacedRows) -> Any:

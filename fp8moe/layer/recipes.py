@@ -8,13 +8,14 @@ kernels, which dequantises and requantises every column-wise operand: 12 casts. 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from fp8moe.activation import SWIGLU, Activation
+import numpy as np
+
+from fp8moe.formats import BFLOAT16
 from fp8moe.layer.permuted_rows import (
-    PlacedRows,
     int32_counts,
     permute,
     permute_backward,
@@ -29,116 +30,48 @@ from fp8moe.ops.grouped_gemm import (
 )
 from fp8moe.ops.quantize import columns_of, dequantize, quantize
 from fp8moe.ops.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
-from fp8moe.records import PermutationPlan, QuantTensor, Record
-from fp8moe.runtime.record_trees import nbytes
+from fp8moe.records import QuantTensor
+from fp8moe.runtime import checks
 
-Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
-RECIPES = get_args(Recipe)
-RECOMPUTE = None, "moe_expert"
-#: each expert's rows are padded to a multiple of it: the FP8 weight gradient contracts over blocks of 128
-#: rows
-ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
-#: format in which rows are dispatched and permuted; None: unchanged
-FORMAT_BETWEEN_RANKS = {"fp8_flow": "e4m3", "fp8_blockwise": None, "bf16": None}
+RecipeName = Literal["bf16", "fp8_blockwise", "fp8_flow"]
 GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 
 
 @dataclass(frozen=True)
-class Saved(Record):
-    """The tensors that `moe_forward` saves for `moe_backward`.
+class Recipe:
+    """What follows from the name of a recipe.
 
-    x: the input of fc1. fp8_flow: FP8, before the permutation (k times smaller); fp8_blockwise: FP8,
-    permuted; bf16: bfloat16, permuted. h, a: fc1's output and the activation's output; None with recompute,
-    which computes them again. fp8_flow: a is column-wise, [F, P] in (128, 128) blocks. w13, w2: the weights,
-    as given or quantised. Quantised weights are saved without row-wise codes that only the forward uses
-    (always w2's; w13's unless recompute). ``nbytes`` does not include the weights.
-    overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
-    when the forward read them; None for weights that the forward quantised. backend: the GEMM backend of
-    forward and backward; None: the fastest. num_sms: maximum number of multiprocessors of these GEMMs; None:
-    all. later: with ``overlap_chunks``, the records of the chunks after the first, without the weights.
+    quantizes: whether the GEMMs multiply FP8 codes, so that rows and weights are quantised.
+    dtypes: of rows that are not quantised yet. weight_dtypes: of weights; None: the rows' dtype.
+    ffn_multiple: F of the weights must be a multiple of it, so that no block of codes spans two halves.
+    align_size: each expert's rows are padded to a multiple of it: the FP8 weight gradient contracts over
+    blocks of 128 rows.
+    format_between_ranks: format in which rows are dispatched and permuted; None: unchanged.
+    scaling_aware: whether row-wise codes are transposed as codes for the weight gradients, so that the scales
+    of x and dy must be powers of two.
+    gradient_in_parts: whether w13's gradient can be computed for w1 and w3 separately, and without the
+    columns that pad F.
+    forward, backward_input, backward_weight: the steps, functions of this file. forward returns y and fields
+    of `Saved`, backward_input dx, dprobs and fields of `SavedForWeights`, backward_weight dw13 and dw2.
     """
 
-    recipe: str
-    recompute: str | None
-    plan: PermutationPlan | PlacedRows
-    probs: Any
-    x: Any
-    h: Any
-    a: Any
-    w13: Any
-    w2: Any
-    activation: Activation = SWIGLU
-    route: Any = None  # of expert parallelism
-    overwritten: tuple[int | None, int | None] = (None, None)
-    backend: str | None = None
-    num_sms: int | None = None
-    later: tuple[Saved, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes saved for the backward, without the weights."""
-        return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route, self.later)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of rows of dy."""
-        if self.route is None:
-            return self.plan.num_tokens
-        return sum(chunk.route.num_tokens for chunk in (self, *self.later))
-
-    def needed_for(self, gradients: Collection[str]) -> Saved:
-        """A copy without the tensors that only other gradients need: with frozen weights (LoRA), without x
-        and a; with no gradients, only the plan and the route, so that errors can name what is missing."""
-        if not gradients:
-            return replace(self, recompute=None, probs=None, x=None, h=None, a=None, w13=None, w2=None)
-        x = self.x if "dw13" in gradients or self.recompute else None
-        h = self.h if _of_h(gradients) else None
-        return replace(self, x=x, h=h, a=self.a if "dw2" in gradients else None)
+    name: RecipeName
+    quantizes: bool
+    dtypes: tuple[np.dtype, ...]
+    weight_dtypes: tuple[np.dtype, ...] | None
+    ffn_multiple: int
+    align_size: int
+    format_between_ranks: str | None
+    scaling_aware: bool
+    gradient_in_parts: bool
+    forward: Callable[..., tuple[Any, dict[str, Any]]]
+    backward_input: Callable[..., tuple[Any, Any, dict[str, Any]]]
+    backward_weight: Callable[..., tuple[Any, Any]]
 
 
-@dataclass(frozen=True)
-class SavedForWeights(Record):
-    """The operands of the weight gradients, which `moe_backward_input` saves for `moe_backward_weight`.
-
-    Size in bytes without scales, for P permuted rows, T tokens, and F padded as in the weights: "fp8_flow" T
-    H (dy) + P F (a) + T H (x) + 2 P F (dh); "fp8_blockwise" P H + P F + P H + 2 P F; "bf16" twice that of
-    "fp8_blockwise". x, and a without recompute, share the forward's memory, and dy may share the caller's:
-    this memory must not be modified before the weight gradients have been computed. The weights and h are not
-    included, so the forward's `Saved` may be deleted.
-
-    Attributes
-    ----------
-    dy, a : arrays or QuantTensor, or None
-        Operands of w2's gradient; None if it is not requested. In fp8_flow dy is FP8 and not yet permuted,
-        and a column-wise; in the others dy is permuted, and a row-wise.
-    dh, x : arrays or QuantTensor, or None
-        Operands of w13's gradient; None if it is not requested. dh is column-wise in fp8_flow, in the others
-        row-wise; x as in `Saved`.
-    later : tuple of SavedForWeights
-        With ``overlap_chunks``, the records of the chunks after the first.
-    """
-
-    recipe: str
-    recompute: str | None
-    plan: PermutationPlan | PlacedRows
-    dy: Any
-    a: Any
-    dh: Any
-    x: Any
-    activation: Activation = SWIGLU
-    backend: str | None = None
-    num_sms: int | None = None
-    later: tuple[SavedForWeights, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes, including memory shared with the forward's `Saved` and with the caller."""
-        return nbytes(self.plan, self.dy, self.a, self.dh, self.x, self.later)
-
-
-def cast(recipe: str, x: Any) -> Any:
-    fmt = FORMAT_BETWEEN_RANKS[recipe]
-    return x if fmt is None else quantize(x, fmt=fmt)
+def cast(recipe: Recipe, x: Any) -> Any:
+    """Rows in the format in which the recipe permutes them."""
+    return x if recipe.format_between_ranks is None else quantize(x, fmt=recipe.format_between_ranks)
 
 
 def parts_of(dw13: Any) -> tuple[Any, ...]:
@@ -150,34 +83,34 @@ def parts_of(dw13: Any) -> tuple[Any, ...]:
 # have k rows per token, after their last use.
 
 
-def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
-    first = permute_gemm(x, w13.rowwise, plan, probs)  # x is FP8 already: cast 1
+def _forward_fp8_flow(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
+    first = permute_gemm(x, w13.rowwise, plan, probs, **options.gemm)  # x is FP8 already: cast 1
     h, saved = first.data, {"probs": first.probs, "x": x}
     del first
-    transposed = "dw2" in gradients and not recompute
-    a = _activate(h, saved["probs"], plan, activation, transposed)
+    transposed = "dw2" in gradients and not options.recompute
+    a = _activate(h, saved["probs"], plan, options.activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    saved |= {"h": _kept_h(h, recompute, gradients), "a": columnwise}
+    saved |= {"h": _kept_h(h, options, gradients), "a": columnwise}
     del h, a
-    rows_of_y = grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets, int32_counts(plan))
+    rows_of_y = grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets, int32_counts(plan), **options.gemm)
     del rowwise
     return unpermute(rows_of_y, plan), saved
 
 
-def _kept_h(h: Any, recompute: bool, gradients: Collection[str]) -> Any:
-    return None if recompute or not _of_h(gradients) else h
+def _kept_h(h: Any, options: Any, gradients: Collection[str]) -> Any:
+    return None if options.recompute or not of_h(gradients) else h
 
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
-    plan, offsets = saved.plan, saved.plan.expert_offsets
+    plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
-    if saved.recompute:
-        h = permute_gemm(saved.x, saved.w13.rowwise, plan).data
+    if options.recompute and gradients:
+        h = permute_gemm(saved.x, saved.w13.rowwise, plan, **options.gemm).data
         if "dw2" in gradients:
-            a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
-    if _of_h(gradients):
+            a = _activate(h, saved.probs, plan, options.activation, transposed=True).columnwise
+    if of_h(gradients):
         # dy is FP8 already: cast 2
-        da = permute_gemm(dy, saved.w2.columnwise, plan).data
+        da = permute_gemm(dy, saved.w2.columnwise, plan, **options.gemm).data
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
@@ -185,14 +118,14 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             saved.probs,
             expert_offsets=offsets,
             align_size=plan.align_size,
-            activation=saved.activation,
+            activation=options.activation,
             transposed=transposed,
         )
         dprobs_of_rows = grad.dprobs
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
         del da, grad
-    if _of_inputs(gradients):
-        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets, int32_counts(plan))
+    if of_inputs(gradients):
+        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets, int32_counts(plan), **options.gemm)
         del rowwise
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
@@ -203,7 +136,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
 def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
     plan, offsets = operands.plan, operands.plan.expert_offsets
     a, dh, x = operands.a, operands.dh, operands.x
-    options = {"dtype": dtype, "tokens_per_expert": int32_counts(plan)}
+    options = {"dtype": dtype, "tokens_per_expert": int32_counts(plan), **operands.options.gemm}
     if a is not None:
         transposed = permute_transpose(operands.dy, plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
@@ -236,49 +169,49 @@ def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untype
 _TARGET = "block"
 
 
-def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
+def _forward_fp8_blockwise(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
     permuted = permute(x, plan, probs)
     q = _quantized(permuted.data)  # cast 1
     saved = {"probs": permuted.probs, "x": q if gradients else None}
     del permuted
-    h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
+    h = grouped_gemm(q, w13.rowwise, plan.expert_offsets, **options.gemm)
     del q
-    a = quantize(swiglu(h, saved["probs"], activation=activation))  # cast 2
-    saved |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    a = quantize(swiglu(h, saved["probs"], activation=options.activation))  # cast 2
+    saved |= {"h": _kept_h(h, options, gradients), "a": None if options.recompute or not gradients else a}
     del h
-    rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets)
+    rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets, **options.gemm)
     del a
     return unpermute(rows_of_y, plan), saved
 
 
 def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
-    plan, offsets = saved.plan, saved.plan.expert_offsets
+    plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
-    if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-        a = quantize(swiglu(h, saved.probs, activation=saved.activation)) if "dw2" in gradients else None
+    if options.recompute and gradients:
+        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets, **options.gemm)
+        a = quantize(swiglu(h, saved.probs, activation=options.activation)) if "dw2" in gradients else None
     dout = _quantized(permute(dy, plan).data)  # cast 3
-    if _of_h(gradients):
-        da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-        grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+    if of_h(gradients):
+        da = grouped_gemm(dout, saved.w2.columnwise, offsets, **options.gemm)
+        grad = swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
         dh, dprobs_of_rows = quantize(grad.dh), grad.dprobs  # cast 4
         del grad
-    if _of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
+    if of_inputs(gradients):
+        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
 def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
-    offsets = operands.plan.expert_offsets
+    offsets, options = operands.plan.expert_offsets, {"dtype": dtype, **operands.options.gemm}
     if operands.a is not None:
         columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
-        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
+        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, **options)
         del columnwise
     if operands.dh is not None:
         columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
-        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
+        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, **options)
     return dw13, dw2
 
 
@@ -293,43 +226,44 @@ def _requantize(q: Any) -> QuantTensor:
     return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
-def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
+def _forward_bf16(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
     permuted = permute(x, plan, probs)
-    h = grouped_gemm(permuted.data, w13, plan.expert_offsets)
+    h = grouped_gemm(permuted.data, w13, plan.expert_offsets, **options.gemm)
     saved = {"probs": permuted.probs, "x": permuted.data if gradients else None}
     del permuted
-    a = swiglu(h, saved["probs"], activation=activation)
-    saved |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    a = swiglu(h, saved["probs"], activation=options.activation)
+    saved |= {"h": _kept_h(h, options, gradients), "a": None if options.recompute or not gradients else a}
     del h
-    rows_of_y = grouped_gemm(a, w2, plan.expert_offsets)
+    rows_of_y = grouped_gemm(a, w2, plan.expert_offsets, **options.gemm)
     del a
     return unpermute(rows_of_y, plan), saved
 
 
 def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
-    plan, offsets = saved.plan, saved.plan.expert_offsets
+    plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
-    if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13, offsets)
-        a = swiglu(h, saved.probs, activation=saved.activation) if "dw2" in gradients else None
+    if options.recompute and gradients:
+        h = grouped_gemm(saved.x, saved.w13, offsets, **options.gemm)
+        a = swiglu(h, saved.probs, activation=options.activation) if "dw2" in gradients else None
     dout, _ = unpermute_backward(dy, plan)
-    if _of_h(gradients):
-        da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
-        grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+    if of_h(gradients):
+        da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True, **options.gemm)
+        grad = swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
         dh = grad.dh
-    if _of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True)
+    if of_inputs(gradients):
+        dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
 def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
-    offsets = operands.plan.expert_offsets
-    if operands.a is not None:
-        dw2 = grouped_gemm_wgrad(operands.dy, operands.a, offsets, dw2, dtype=_at_least(dtype, operands.dy))
-    if operands.dh is not None:
-        dw13 = grouped_gemm_wgrad(operands.dh, operands.x, offsets, dw13, dtype=_at_least(dtype, operands.dh))
+    offsets, gemm = operands.plan.expert_offsets, operands.options.gemm
+    dy, a, dh, x = operands.dy, operands.a, operands.dh, operands.x
+    if a is not None:
+        dw2 = grouped_gemm_wgrad(dy, a, offsets, dw2, dtype=_at_least(dtype, dy), **gemm)
+    if dh is not None:
+        dw13 = grouped_gemm_wgrad(dh, x, offsets, dw13, dtype=_at_least(dtype, dh), **gemm)
     return dw13, dw2
 
 
@@ -339,12 +273,12 @@ def _at_least(dtype: str, operand: Any) -> str:
     return "float64" if dtype == "float32" and operand.dtype == "float64" else dtype
 
 
-def _of_inputs(gradients: Collection[str]) -> bool:
+def of_inputs(gradients: Collection[str]) -> bool:
     return "dx" in gradients or "dprobs" in gradients
 
 
-def _of_h(gradients: Collection[str]) -> bool:
-    return "dw13" in gradients or _of_inputs(gradients)
+def of_h(gradients: Collection[str]) -> bool:
+    return "dw13" in gradients or of_inputs(gradients)
 
 
 def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any) -> dict[str, Any]:
@@ -358,8 +292,46 @@ def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any) -> d
     }
 
 
-STEPS = {
-    "fp8_flow": (_forward_fp8_flow, _backward_input_fp8_flow, _backward_weight_fp8_flow),
-    "fp8_blockwise": (_forward_fp8_blockwise, _backward_input_fp8_blockwise, _backward_weight_fp8_blockwise),
-    "bf16": (_forward_bf16, _backward_input_bf16, _backward_weight_bf16),
-}
+_BF16 = Recipe(
+    name="bf16",
+    quantizes=False,
+    dtypes=checks.FLOATS,
+    weight_dtypes=None,
+    ffn_multiple=1,
+    align_size=1,
+    format_between_ranks=None,
+    scaling_aware=False,
+    gradient_in_parts=False,
+    forward=_forward_bf16,
+    backward_input=_backward_input_bf16,
+    backward_weight=_backward_weight_bf16,
+)
+_FP8_BLOCKWISE = Recipe(
+    name="fp8_blockwise",
+    quantizes=True,
+    dtypes=(BFLOAT16,),
+    weight_dtypes=checks.QUANTIZABLE,
+    ffn_multiple=128,
+    align_size=128,
+    format_between_ranks=None,
+    scaling_aware=False,
+    gradient_in_parts=False,
+    forward=_forward_fp8_blockwise,
+    backward_input=_backward_input_fp8_blockwise,
+    backward_weight=_backward_weight_fp8_blockwise,
+)
+_FP8_FLOW = Recipe(
+    name="fp8_flow",
+    quantizes=True,
+    dtypes=(BFLOAT16,),
+    weight_dtypes=checks.QUANTIZABLE,
+    ffn_multiple=128,
+    align_size=128,
+    format_between_ranks="e4m3",
+    scaling_aware=True,
+    gradient_in_parts=True,
+    forward=_forward_fp8_flow,
+    backward_input=_backward_input_fp8_flow,
+    backward_weight=_backward_weight_fp8_flow,
+)
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (_BF16, _FP8_BLOCKWISE, _FP8_FLOW)}

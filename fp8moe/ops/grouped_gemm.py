@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,25 +16,7 @@ BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 SYNCHRONISING_BACKENDS = frozenset({"cublas"})
 
 
-class _Default(threading.local):
-    options: tuple[str | None, int | None] = None, None
-
-
-_default = _Default()
-
-
-def products_by(options: tuple[str | None, int | None], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in which ``backend=None`` and ``num_sms=None`` of a GEMM mean these options. Operations
-    that consist of several GEMMs (`moe_forward`) pass their own options on in this way."""
-    before, _default.options = _default.options, options
-    try:
-        return function(*arguments)
-    finally:
-        _default.options = before
-
-
 def _backend_of(call: Call, backend: str | None) -> str | None:
-    backend = _default.options[0] if backend is None else backend
     checks.choice("backend", backend, BACKENDS)
     if backend is not None and call.device == "cpu":
         raise not_on_cpu("backend", backend)
@@ -44,18 +24,10 @@ def _backend_of(call: Call, backend: str | None) -> str | None:
 
 
 def _limit_of(call: Call, num_sms: int | None) -> int | None:
-    limit = check_limit(_default.options[1] if num_sms is None else num_sms)
+    limit = check_limit(num_sms)
     if limit is not None and call.device == "cpu":
         raise not_on_cpu("num_sms", limit)
     return limit
-
-
-def _selected(backend: str | None, num_sms: int | None) -> dict[str, Any]:
-    by_default = _default.options
-    return {
-        "backend": by_default[0] if backend is None else backend,
-        "num_sms": by_default[1] if num_sms is None else num_sms,
-    }
 
 
 def check_limit(num_sms: int | None, backend: str | None = None) -> int | None:
@@ -201,7 +173,7 @@ def raw_grouped_gemm(
     call, quantized = current.call, isinstance(x, QuantTensor)
     columns = (w.data if quantized else w).shape[2 if transpose_w else 1]
     out = call.empty(ArraySpec((x.shape[0], columns), BFLOAT16 if quantized else x.dtype))
-    options = {"transpose_w": transpose_w, **_selected(backend, num_sms)}
+    options = {"transpose_w": transpose_w, "backend": backend, "num_sms": num_sms}
     call.run("grouped_gemm", "grouped_gemm", x, w, expert_offsets, tokens_per_expert, **options, out=out)
     return out
 
@@ -284,7 +256,7 @@ def raw_permute_gemm(
     call, rows = current.call, plan.num_out_tokens
     data = call.array((rows, w.data.shape[1]), BFLOAT16)
     out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
-    options = _selected(backend, num_sms)
+    options = {"backend": backend, "num_sms": num_sms}
     call.run("grouped_gemm", "permute_gemm", x, w, plan, probs, **options, out=out)
     return out
 
@@ -406,7 +378,7 @@ def raw_grouped_gemm_wgrad(
     if out is None:
         shape = expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]
         out = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
-    options = {"accumulate": accumulate, **_selected(backend, num_sms)}
+    options = {"accumulate": accumulate, "backend": backend, "num_sms": num_sms}
     call.run(
         "grouped_gemm", "grouped_gemm_wgrad", dy, x, expert_offsets, tokens_per_expert, **options, out=out
     )
