@@ -165,6 +165,12 @@ def relative(got, wanted):
     return np.linalg.norm(got.astype(np.float64) - wanted) / norm if norm else np.abs(got).max(initial=0)
 
 
+def assert_close(pair, bound):
+    """Of (the reference's result, the backend's), by the norm of their difference."""
+    a, b = (v.astype(np.float64) for v in pair)
+    assert np.linalg.norm(b - a) <= bound * max(np.linalg.norm(a), 1e-30)
+
+
 def layer_inputs(seed, tokens=96, hidden=128, ffn=128, experts=4, k=2, dtype=BF16, dropped=0.0):
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)

@@ -3,8 +3,6 @@ outputs."""
 
 import contextlib
 import gc
-import itertools
-import math
 import threading
 import time
 
@@ -15,26 +13,16 @@ from backend_checks import (
     gathered_products,
     gradients_apart,
     messages,
-    mxfp8_on_both_sides_of_every_boundary,
-    products_beyond_float32,
     products_of_16_bits,
     products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
-    tiles_are_taken_when_free,
-    tiny_values_under_large_probabilities,
-    transposed_in_the_same_pass,
-    unquantised,
-    weights_in_parts,
     wgrad_skips_padding,
     wgrad_takes_any_scales,
 )
 from cases import (
     BF16,
-    GPT_OSS,
-    TILE_OFFSETS,
     assert_same,
-    from_float8,
     generator,
     layer_inputs,
     poison,
@@ -48,10 +36,9 @@ from hypothesis import strategies as st
 
 import fp8moe
 from benchmarks.beside import occupied
-from fp8moe import Activation
 from fp8moe.ops import row_maps
 from fp8moe.records import DeviceArray, QuantTensor
-from fp8moe.runtime.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.record_trees import map_arrays
 
 pytestmark = pytest.mark.gpu
 KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
@@ -263,76 +250,9 @@ def test_sort_chunks_of_whole_vectors(kind, chunks):
     rest_stays(upload, download, x, sizes // 2, order)
 
 
-@given(
-    st.sampled_from((1, 2, 127, 130)),
-    st.sampled_from((1, 33, 128, 300, 384)),
-    st.sampled_from(("e4m3", "e5m2")),
-    st.sampled_from(((1, 128), (128, 1), (128, 128), (1, 32), (32, 1), None)),
-    st.sampled_from(KINDS),
-    st.booleans(),
-    st.sampled_from(("up", "floor")),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=60)
-def test_quantize(rows, columns, fmt, block, dtype, pow2, rounding, seed):
-    x = values(np.random.default_rng(seed), (rows, columns), dtype, awkward=True)
-    options = {"fmt": fmt, "block": block}
-    if block in ((1, 32), (32, 1)):
-        options["scale_rounding"] = rounding
-    else:
-        options["pow2"] = pow2
-    expected, actual = both(fp8moe.quantize, x, **options)
-    assert_same(expected, actual)
-    if block in ((1, 128), (1, 32)):
-        assert_same(*both(fp8moe.quantize, x, **options, columnwise=True))
-    for out in ("float32", "bfloat16"):
-        a, b = both(fp8moe.dequantize, expected, dtype=out)
-        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
-
-
-@pytest.mark.parametrize("rounding", ["up", "floor"])
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
-    mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding)
-
-
-def test_every_bfloat16_value():
-    x = np.zeros((65536, 128), BF16)
-    x[:, 0], x[:, 1] = np.arange(65536, dtype=np.uint16).view(BF16), 448
-    for fmt in ("e4m3", "e5m2"):
-        assert_same(*both(fp8moe.quantize, x, fmt=fmt))
-
-
-def test_layouts_and_weights():
-    rng = np.random.default_rng(2)
-    x = values(rng, (130, 300), BF16)
-    expected, actual = both(fp8moe.quantize, x, layout="gemm_ready")
-    assert_same(expected, actual)
-    assert_same(*both(fp8moe.to_layout, expected, layout="compact"))
-    assert_same(*both(fp8moe.to_layout, fp8moe.quantize(x), layout="gemm_ready"))
-    assert_same(*both(fp8moe.quantize, x, columnwise=True))
-    for shape in ((3, 200, 136), (3, 256, 384), (2, 1152, 640), (1, 128, 128)):
-        for dtype in KINDS:
-            w = values(rng, shape, dtype, awkward=True)
-            for fmt in ("e4m3", "e5m2"):
-                assert_same(*both(fp8moe.quantize_weights, w, fmt=fmt))
-
-
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_weights_in_parts(dtype, transposed):
-    weights_in_parts(both, np.random.default_rng(2), dtype, transposed)
-
-
 @pytest.mark.parametrize("ffn", [128, 72])
 def test_gradients_of_w1_and_w3_as_a_pair(ffn):
     gradients_apart(both, ffn)
-
-
-def test_many_tiles_are_scheduled_dynamically(monkeypatch):
-    counts = generator().integers(0, 400, 40)  # about 70 rows of tiles
-    tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 
 
 def test_a_hundred_repeats_of_each_fp8_operation():
@@ -357,207 +277,6 @@ def test_a_hundred_repeats_of_each_fp8_operation():
     first = run()
     for _ in range(100):
         assert_same(run(), first)
-
-
-ACTIVATIONS = (
-    Activation(),
-    GPT_OSS,
-    Activation("geglu"),
-    Activation("geglu_tanh", clamp=7.0),
-    *(Activation(kind) for kind in ("silu", "quick_gelu", "gelu", "gelu_tanh", "relu2")),
-)
-
-
-@given(
-    st.sampled_from((1, 65, 300)),
-    st.sampled_from(((1, 128), (1, 32))),
-    st.sampled_from(ACTIVATIONS),
-    st.sampled_from(KINDS),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=25)
-def test_swiglu(rows, block, activation, dtype, seed):
-    rng = np.random.default_rng(seed)
-    h = values(rng, (rows, activation.columns(128))).clip(-30, 30).astype(dtype)
-    grad, probs = values(rng, (rows, 128)).clip(-30, 30).astype(dtype), rng.random(rows).astype(np.float32)
-    # Two float64 exponentials may differ in their last bit, so about one float32 sigmoid in 10^8 may: one
-    # code differs by one, and a scale if it is the largest value of its block. None was observed here.
-    for function, arguments in (
-        (fp8moe.swiglu_quantize, (h, probs)),
-        (fp8moe.swiglu_quantize_backward, (grad, h, probs)),
-    ):
-        expected, actual = both(function, *arguments, block=block, columnwise=True, activation=activation)
-        for a, b in zip(arrays_in(expected), arrays_in(actual), strict=True):
-            if function is fp8moe.swiglu_quantize or a.ndim > 1:  # not dprobs
-                assert (a != b).mean() <= 1e-4
-    assert_close(both(fp8moe.swiglu, h, probs, activation=activation), 2.0**-7)
-    expected, actual = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
-    assert_close((expected.dh, actual.dh), 2.0**-7)
-    # as in `unquantised`, relative to the magnitudes of the summands, which may cancel; the float32 sigmoid
-    # is the reference's, and a product has a few roundings; without a gate a and b are both h
-    a, b = np.abs(h.astype(np.float64))[:, :128], np.abs(h.astype(np.float64))[:, -128:]
-    terms = (np.abs(grad.astype(np.float64)) * a * (b + 1)).sum(axis=1)
-    bound = 2.0**-20 if dtype == np.float32 else 2.0**-18
-    assert (np.abs(expected.dprobs.astype(np.float64) - actual.dprobs) <= bound * terms).all()
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(
-    ("dtype", "rows", "width"), [(BF16, 1000, 1408), (np.float16, 70, 640), (BF16, 9, 72)]
-)
-@pytest.mark.parametrize("with_probs", [True, False])
-def test_swiglu_unquantised(dtype, rows, width, activation, with_probs):
-    unquantised(both, dtype, rows, width, activation, with_probs)
-
-
-UNDERFLOW = 2.0**-110  # float32's sigmoid ends at 2^-149, and is multiplied by factors of up to 2^39 here
-
-
-def swiglu_in_float64(h, probs, activation, grad=None):
-    """(value, bound of the error of float32 with a sigmoid of relative error 2^-20.4), of y or of dh.
-
-    The error of a product of n float32 factors is n - 1 roundings of 2^-24 plus the errors of its factors: at
-    most 2^-20 here. The error of the sum in da is relative to the magnitudes of its two terms. In GELU the
-    arguments of erfc and exp, -a / sqrt(2) and -a^2 / 2, have two roundings each, which the functions amplify
-    by a^2.
-    """
-    h, width = h.astype(np.float64), activation.width(h.shape[1])
-    if activation.kind == "relu2":  # products of exact factors
-        a, p = np.maximum(h, 0), probs.astype(np.float64)[:, None]
-        y = a * a * p if grad is None else grad.astype(np.float64) * p * 2 * a
-        return y, np.abs(y) * 2.0**-20 + UNDERFLOW
-    a, b = h[:, :width], h[:, width:] if activation.gated else np.ones_like(h)
-    limit = np.inf if activation.clamp is None else activation.clamp
-    alpha, by_tanh = activation.alpha, activation.kind in ("geglu_tanh", "gelu_tanh")
-    by_erf = activation.kind in ("geglu", "gelu")
-    free_a, free_b = a <= limit, np.abs(b) <= limit
-    a, b = np.minimum(a, limit), np.clip(b, -limit, limit) + activation.linear_offset
-    line = 2 * np.sqrt(2 / np.pi)
-    z = a * (line + line * 0.044715 * a**2) if by_tanh else alpha * a
-    with np.errstate(over="ignore"):  # overflow to infinity, for which s is 0
-        s = 1 / (1 + np.exp(-z))
-    if by_erf:
-        s = np.array([math.erfc(-v * math.sqrt(0.5)) / 2 for v in a.ravel()]).reshape(a.shape)
-    rounding = 2.0**-20 + (a**2 * 2.0**-23 if by_erf else 0)
-    p = probs.astype(np.float64)[:, None]
-    if grad is None:
-        y = a * s * b * p
-        return y, np.abs(y) * rounding + UNDERFLOW
-    scaled = grad.astype(np.float64) * p
-    by = line + 3 * line * 0.044715 * a**2 if by_tanh else alpha
-    inner = by * a * s * (1 - s)
-    if by_erf:
-        inner = a * np.exp(-(a**2) / 2) / np.sqrt(2 * np.pi)
-    # 1 - s cancels: its error is that of s, however small the difference
-    slack = s * rounding + np.abs(by * a * s) * (np.abs(1 - s) + s) * rounding
-    dh, error = free_a * scaled * b * (s + inner), free_a * np.abs(scaled * b) * slack
-    if activation.gated:
-        of_b = free_b * scaled * a * s
-        dh = np.concatenate([dh, of_b], axis=1)
-        error = np.concatenate([error, np.abs(of_b) * rounding], axis=1)
-    return dh, error + np.abs(dh) * 2.0**-20 + UNDERFLOW
-
-
-def assert_rounded(q, exact, error):
-    """Every scale is that of its block's largest magnitude, every code the nearest one, up to ``error``."""
-    (_, width), fmt = q.block, q.fmt
-    top = {"e4m3": 448.0, "e5m2": 57344.0}[fmt]
-    blocks = exact.reshape(len(exact), -1, width)
-    slack = error.reshape(blocks.shape)
-
-    of_zeros, lowest = (-127, -127) if width == 32 else (0, -126)
-
-    def exponent(amax):
-        with np.errstate(divide="ignore"):
-            e = -np.floor(np.log2(top / amax))
-        return np.where(amax == 0, of_zeros, np.maximum(e, lowest))
-
-    least = np.maximum(np.abs(blocks) - slack, 0).max(axis=2)
-    high = exponent((np.abs(blocks) + slack).max(axis=2))
-    got = q.scales.astype(np.float64) - 127 if width == 32 else np.log2(q.scales.astype(np.float64))
-    vanished = (least == 0) & (got == of_zeros)  # a block that may be all zeros may have their scale
-    assert (vanished | (got <= high) & ((got >= exponent(least)) | (least == 0))).all()
-    scale = np.repeat(np.exp2(got), width, axis=1)
-    finite = np.unique(from_float8(np.arange(256, dtype=np.uint8), fmt))
-    finite = finite[np.isfinite(finite)]
-    edges = np.concatenate(([-np.inf], (finite[1:] + finite[:-1]) / 2, [np.inf]))
-    at = np.searchsorted(finite, from_float8(q.data, fmt))
-    value, slack = exact / scale, error / scale
-    assert (value + slack >= edges[at]).all()
-    assert (value - slack <= edges[at + 1]).all()
-
-
-@given(
-    st.sampled_from((1, 33, 300)),
-    st.sampled_from((128, 640, 1408, 4224)),
-    st.sampled_from(((1, 128), (1, 32))),
-    st.sampled_from(("e4m3", "e5m2")),
-    st.sampled_from(ACTIVATIONS),
-    st.sampled_from(KINDS),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=30)
-def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype, seed):
-    rng = np.random.default_rng(seed)
-    # seven standard deviations of 4: from -28 to 28, and a few values beyond, where the exponential overflows
-    h = (rng.standard_normal((rows, activation.columns(width))) * 4).astype(dtype)
-    h[rng.random(h.shape) < 0.01] = -75
-    grad, probs = rng.standard_normal((rows, width)).astype(dtype), rng.random(rows).astype(np.float32)
-    options = {"fmt": fmt, "block": block, "activation": activation}
-    q = download(fp8moe.swiglu_quantize(upload(h), upload(probs), **options))
-    assert_rounded(q, *swiglu_in_float64(h, probs, activation=activation))
-    got = download(fp8moe.swiglu_quantize_backward(upload(grad), upload(h), upload(probs), **options))
-    assert_rounded(got.dh, *swiglu_in_float64(h, probs, grad=grad, activation=activation))
-    y, _ = swiglu_in_float64(h, np.ones(rows), activation=activation)
-    terms = grad.astype(np.float64) * y
-    # eight products at a time in float32
-    bound = np.abs(terms).sum(axis=1) * 2.0**-19
-    assert (np.abs(got.dprobs - terms.sum(axis=1)) <= bound).all()
-    whole = download(fp8moe.swiglu_quantize(upload(h), upload(probs), columnwise=True, **options))
-    assert_same(whole.rowwise, q)
-    y, error = swiglu_in_float64(h, probs, activation=activation)
-    for lo in range(0, rows, block[1]):
-        # a column block, as rows of one block each
-        strip, slack = (np.zeros((width, block[1])) for _ in range(2))
-        here = slice(lo, min(lo + block[1], rows))
-        strip[:, : here.stop - lo], slack[:, : here.stop - lo] = y[here].T, error[here].T
-        codes = np.zeros((width, block[1]), np.uint8)
-        codes[:, : here.stop - lo] = whole.columnwise.data[:, here]
-        scales = np.ascontiguousarray(whole.columnwise.scales[lo // block[1]][:, None])
-        assert_rounded(QuantTensor(codes, scales, fmt, block), strip, slack)
-    # rows after the last offset are zeros
-    offsets = np.array([rows // 5, rows // 2], np.int32)
-    q = download(fp8moe.swiglu_quantize(upload(h), upload(probs), expert_offsets=upload(offsets), **options))
-    assert not q.data[rows // 2 :].any()
-    both_orientations = fp8moe.swiglu_quantize(
-        upload(h), upload(probs), columnwise=True, expert_offsets=upload(offsets), **options
-    )
-    assert_same(download(both_orientations).rowwise, q)
-
-
-def test_swiglu_of_nan_and_far_values():
-    h = np.zeros((2, 256), np.float32)
-    h[0, :4], h[0, 128:132] = [-100, -88, 90, np.nan], 1
-    h[1, :3], h[1, 128:131] = [-1e4, 1e4, np.inf], 1
-    expected, actual = both(fp8moe.swiglu_quantize, h)
-    assert_same(expected, actual)
-
-
-@pytest.mark.parametrize("offsets", TILE_OFFSETS)
-@pytest.mark.parametrize("rows", [512, 520, 8192])
-def test_swiglu_transposed_in_the_same_pass(rows, offsets):
-    for dtype, fmt, activation in itertools.product(
-        (BF16, np.float16, np.float32), ("e4m3", "e5m2"), ACTIVATIONS
-    ):
-        transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets)
-
-
-def test_swiglu_of_tiny_values_under_large_probabilities():
-    tiny_values_under_large_probabilities(both)
-
-
-def test_mxfp8_of_products_beyond_float32():
-    products_beyond_float32(both)
 
 
 def assert_close(pair, bound):

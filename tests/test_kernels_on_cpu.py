@@ -15,56 +15,37 @@ import numpy as np
 import pytest
 import router_checks
 from backend_checks import (
-    gates_far_below_zero,
     gathered_products,
     messages,
-    mxfp8_on_both_sides_of_every_boundary,
-    products_beyond_float32,
     products_of_16_bits,
     products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
-    tiles_are_taken_when_free,
-    tiny_values_under_large_probabilities,
-    transposed_in_the_same_pass,
-    unquantised,
-    weights_in_parts,
     wgrad_skips_padding,
     wgrad_takes_any_scales,
 )
 from cases import (
     BF16,
-    GPT_OSS,
     SEED,
-    TILE_OFFSETS,
-    assert_nearly_same,
     assert_same,
     generator,
     offsets_of,
     relative,
-    same_bits,
     values,
 )
 
 import fp8moe
-from fp8moe import Activation, expert_parallel, selftest
+from fp8moe import expert_parallel, selftest
 from fp8moe.ops import row_maps
 from fp8moe.ops.router import add_product
 from fp8moe.runtime import dispatch
 from fp8moe.runtime.launch_plan import LaunchPlan
-from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 pytest.importorskip("cupy")
 grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.gemm.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = generator()
-# without a gate the kernels are compiled again: the run's seed selects one of those that differ by that only
-UNGATED = Activation(random.Random(SEED).choice(("silu", "quick_gelu", "gelu", "gelu_tanh")))
-ACTIVATIONS = (
-    *(Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0), Activation("relu2")),
-    UNGATED,
-)
 
 
 def both(function, *arguments, architecture="sm_90a", multiprocessors=2, **options):
@@ -254,192 +235,6 @@ def test_chunks_without_room(monkeypatch, columns):
         rest_stays(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize(("rows", "columns"), [(3, 256), (130, 128), (5, 40)])
-def test_quantize(fmt, rows, columns):
-    x = values(RNG, (rows, columns), BF16, awkward=True)
-    blocks = ((1, 128), True), ((1, 128), False), ((1, 32), True), ((128, 1), False), ((128, 128), True)
-    for block, pow2 in blocks:
-        assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2))
-    assert_same(*both(fp8moe.quantize, x, fmt=fmt, columnwise=True))
-    assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=(1, 32), columnwise=True))
-    expected, actual = both(fp8moe.quantize, x, fmt=fmt, layout="gemm_ready")
-    assert_same(expected, actual)
-    for q in (expected, fp8moe.quantize(x, fmt=fmt, block=(1, 32)), fp8moe.quantize(x, fmt=fmt)):
-        for dtype in ("float32", "bfloat16"):
-            expected, actual = both(fp8moe.dequantize, q, dtype=dtype)
-            np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
-
-
-@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
-def test_scale_per_tensor_of_an_empty_tensor(shape):
-    for eps in (0.0, 2.0):
-        assert_same(*both(fp8moe.quantize, np.empty(shape, BF16), block=None, eps=eps))
-
-
-@pytest.mark.parametrize("rounding", ["up", "floor"])
-@pytest.mark.parametrize(
-    ("dtype", "fmt"), [(BF16, "e4m3"), (np.dtype(np.float16), "e5m2"), (np.dtype(np.float32), "e4m3")]
-)
-def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
-    mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding)
-
-
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_weights(dtype, fmt):
-    """Blocks without a remainder use quantize_weights, others the slower kernels."""
-    for shape in ((2, 256, 384), (128, 128), (3, 384, 128), (2, 200, 136), (0, 128, 128), (2, 0, 128)):
-        w = values(RNG, shape, dtype, awkward=True)
-        for pow2, eps in ((True, 0.0), (False, 0.0), (True, 2.0)):
-            options = {"fmt": fmt, "block": (128, 128), "pow2": pow2, "eps": eps}
-            assert_same(*both(fp8moe.quantize, w, **options))
-            assert_same(*both(fp8moe.quantize, w, columnwise=True, **options))
-
-
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_weights_in_parts(dtype, transposed):
-    weights_in_parts(both, RNG, dtype, transposed)
-
-
-@pytest.mark.parametrize("width", [128, 32])
-@pytest.mark.parametrize("odd", ["rowwise.data", "rowwise.scales", "columnwise.data", "columnwise.scales"])
-def test_quantize_to_memory_at_any_address(monkeypatch, width, odd):
-    """The fast kernel writes four codes, and zeroes four MXFP8 scales, at once."""
-    x = values(RNG, (40, 128), BF16)
-    options = {"block": (1, width), "columnwise": True}
-    wanted = fp8moe.quantize(x, **options)
-
-    side, field = odd.split(".")
-    shifted = getattr(getattr(wanted, side), field)
-
-    def memory(a):
-        skip = int(a is shifted and a.dtype == np.uint8)  # float32 is always aligned
-        return np.empty(a.size + skip, a.dtype)[skip:].reshape(a.shape)
-
-    cuda_on_cpu.install(monkeypatch)
-    out = cuda_on_cpu.upload(map_arrays(memory, wanted))
-    assert fp8moe.quantize(cuda_on_cpu.upload(x), **options, out=out) is out
-    assert_same(wanted, cuda_on_cpu.download(out))
-
-
-@pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])
-def test_dequantize_transposed_blocks(shape):
-    weights = fp8moe.quantize(values(RNG, shape, BF16), block=(128, 128), columnwise=True)
-    for dtype in ("float32", "bfloat16"):
-        expected, actual = both(fp8moe.dequantize, weights.columnwise, dtype=dtype)
-        assert_same(expected, actual)
-        assert same_bits(actual, fp8moe.dequantize(weights.rowwise, dtype=dtype))
-
-
-# Each activation is one more variant of a kernel, which takes 3 s to compile: for MXFP8 and float16 only the
-# default one and another.
-OTHER_ACTIVATION = random.Random(SEED).choice(ACTIVATIONS[1:])
-
-
-@pytest.mark.parametrize(
-    ("block", "activation"),
-    [*(((1, 128), a) for a in ACTIVATIONS), ((1, 32), ACTIVATIONS[0]), ((1, 32), OTHER_ACTIVATION)],
-)
-def test_swiglu(activation, block):
-    h = RNG.standard_normal((140, activation.columns(128))) * 4
-    h[RNG.random(h.shape) < 0.01] *= 100  # outside the range of the fast sigmoid
-    h = h.astype(BF16)
-    grad, probs = RNG.standard_normal((140, 128)).astype(BF16), RNG.random(140).astype(np.float32)
-    options = {"block": block, "activation": activation}
-    for offsets in (None, np.array([20, 53, 53, 130], np.int32)):
-        options["expert_offsets"] = offsets
-        for columnwise in (False, True):
-            options["columnwise"] = columnwise
-            expected, actual = both(fp8moe.swiglu_quantize, h, probs, **options)
-            assert_nearly_same(*(known(r, offsets) for r in (expected, actual)))
-        options["columnwise"] = False
-        expected, actual = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
-        assert_nearly_same(expected.dh, actual.dh)
-        assert np.linalg.norm(expected.dprobs - actual.dprobs) <= 2.0**-19 * np.linalg.norm(expected.dprobs)
-
-
-@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
-@pytest.mark.parametrize("width", [640, 1408, 4224])
-def test_swiglu_rows_of_several_blocks(width, block):
-    """Rows shorter than a warp's step, and rows longer than it."""
-    h, grad = (RNG.standard_normal((5, n)).astype(BF16) for n in (2 * width, width))
-    probs, last = RNG.random(5).astype(np.float32), np.array([0, 4], np.int32)
-    for offsets in (None, last):
-        options = {"block": block, "expert_offsets": offsets}
-        assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **options))
-        expected, actual = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
-        assert_nearly_same(expected.dh, actual.dh)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "activation"),
-    [
-        *((BF16, width, a) for width in (128, 1408, 72) for a in ACTIVATIONS),
-        *((np.float16, 640, a) for a in (ACTIVATIONS[0], OTHER_ACTIVATION)),
-    ],
-)
-@pytest.mark.parametrize("with_probs", [True, False])
-def test_swiglu_unquantised(dtype, width, activation, with_probs):
-    unquantised(both, dtype, 9, width, activation, with_probs)
-
-
-@pytest.mark.parametrize("activation", [*ACTIVATIONS, Activation("swiglu", 0.1, 1.7, 0.3)])
-def test_swiglu_of_float64_has_constants_of_float64(activation):
-    """Clamp, alpha and offset are no float32 numbers; a constant to eight digits is noticed."""
-    h, grad = RNG.standard_normal((3, activation.columns(40))), RNG.standard_normal((3, 40))
-    probs = RNG.random(3)
-    # both make the same dozen roundings but for exp and erfc, within 2^-50 of themselves; where s + slope
-    # nearly cancels, that is of the terms, which are up to 10 here
-    y, theirs = both(fp8moe.swiglu, h, probs, activation=activation)
-    np.testing.assert_allclose(theirs, y, rtol=2.0**-46, atol=2.0**-46)
-    ours, theirs = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
-    np.testing.assert_allclose(theirs.dh, ours.dh, rtol=2.0**-46, atol=2.0**-46)
-    np.testing.assert_allclose(theirs.dprobs, ours.dprobs, rtol=2.0**-46, atol=2.0**-40)
-
-
-@pytest.mark.parametrize("offsets", TILE_OFFSETS)
-@pytest.mark.parametrize(
-    ("dtype", "fmt", "activation", "rows"),
-    [
-        (BF16, "e4m3", Activation(), 512),
-        (BF16, "e5m2", GPT_OSS, 512),
-        (np.float32, "e4m3", Activation("geglu"), 512),
-        (BF16, "e4m3", UNGATED, 512),
-        (BF16, "e4m3", Activation(), 520),  # rows that do not fill tiles: two launches
-    ],
-)
-def test_swiglu_transposed_in_the_same_pass(dtype, fmt, activation, rows, offsets):
-    transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets)
-
-
-def test_swiglu_of_tiny_values_under_large_probabilities():
-    tiny_values_under_large_probabilities(both)
-
-
-@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
-def test_gates_far_below_zero(dtype):
-    gates_far_below_zero(both, dtype)
-
-
-def test_mxfp8_of_products_beyond_float32():
-    products_beyond_float32(both)
-
-
-def test_swiglu_uses_vector_accesses_where_aligned(monkeypatch):
-    from fp8moe.kernels_cuda.runtime import launch
-
-    cuda_on_cpu.install(monkeypatch)
-    launched, load = [], launch.load_kernel
-    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.append(a[1]) or load(*a))
-    for dtype, width in ((BF16, 128), (np.float16, 256), (BF16, 120), (np.float32, 128)):
-        h = cuda_on_cpu.upload(RNG.standard_normal((3, 2 * width)).astype(dtype))
-        fp8moe.swiglu(h)
-        fp8moe.swiglu_backward(cuda_on_cpu.upload(np.ones((3, width), dtype)), h)
-    assert launched == 2 * ["swiglu_rows", "swiglu_backward_rows"] + 2 * ["swiglu_forward", "swiglu_backward"]
-
-
 def test_calls_on_results_of_cached_launch_plans(monkeypatch):
     """Several calls share one plan."""
     transpose = fp8moe.scaling_aware_transpose
@@ -451,86 +246,6 @@ def test_calls_on_results_of_cached_launch_plans(monkeypatch):
         q = fp8moe.quantize(cuda_on_cpu.upload(x))
         assert_same(transposed, cuda_on_cpu.download(transpose(q)))
     assert len(dispatch.cached_plans()) == 2
-
-
-def known(result, offsets):
-    """Its arrays without values after the last expert, which are undefined in column-wise codes."""
-    unknown = offsets is not None
-    return tuple(
-        a[:, offsets[0] : offsets[-1]] if unknown and a.shape == (128, 140) else a for a in arrays_in(result)
-    )
-
-
-# the second: more experts than a block examines at a time
-@pytest.mark.parametrize("counts", [[144, 0, 176, 16, 33], [16, *[0] * 290, 5, 20]])
-def test_tiles_are_scheduled_dynamically(monkeypatch, counts):
-    tiles_are_taken_when_free(both, monkeypatch, counts, 256)
-
-
-def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
-    """Float32 SwiGLU tiles need 144 KB of shared memory; on devices with less, the plain kernel gives the
-    same results."""
-    from fp8moe.kernels_cuda.runtime import launch
-
-    h, q = values(RNG, (40, 256), np.float32), fp8moe.quantize(values(RNG, (40, 128), BF16))
-    expected = (
-        fp8moe.quantize(h, columnwise=True),
-        fp8moe.scaling_aware_transpose(q),
-        fp8moe.swiglu_quantize(h, columnwise=True),
-    )
-    cuda_on_cpu.install(monkeypatch, shared_limit=40 << 10)
-    launched, load = set(), launch.load_kernel
-    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.add(a[1]) or load(*a))
-    h, q = cuda_on_cpu.upload(h), cuda_on_cpu.upload(q)
-    actual = (
-        fp8moe.quantize(h, columnwise=True),
-        fp8moe.scaling_aware_transpose(q),
-        fp8moe.swiglu_quantize(h, columnwise=True),
-    )
-    for a, b in zip(expected, actual, strict=True):
-        assert_same(a, cuda_on_cpu.download(b))
-    assert "scaling_aware_transpose" in launched  # with smaller tiles
-    assert not {"quantize_tiles", "swiglu_quantize_tiles"} & launched
-
-
-@pytest.mark.parametrize(
-    ("shapes", "options", "kernel"),
-    [
-        (((256, 384),), {"parts": 2, "rows": 128}, "quantize_weights"),  # w13 of a layer
-        (((128, 256),), {"columns": 256}, "quantize_weights"),
-        (((128, 256),) * 3, {"rows": 128}, "quantize_weights"),
-        (((384, 256),) * 2, {"transposed": True}, "quantize_weights"),
-        (((256, 384),), {"parts": 2, "rows": 256}, "quantize_weights_part"),
-        (((128, 256),), {"columns": 384}, "quantize_weights_part"),
-        (((120, 256),) * 2, {"rows": 128}, "quantize_weights_part"),
-    ],
-)
-def test_weights_without_padding_use_the_faster_kernel(monkeypatch, shapes, options, kernel):
-    from fp8moe.kernels_cuda.runtime import launch
-
-    arrays = [values(RNG, (3, *shape), BF16, awkward=True) for shape in shapes]
-
-    def call(*arrays):
-        return fp8moe.quantize_weights(arrays if len(arrays) > 1 else arrays[0], **options)
-
-    expected = call(*arrays)
-    cuda_on_cpu.install(monkeypatch)
-    launched, load = [], launch.load_kernel
-    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.append(a[1]) or load(*a))
-    assert_same(expected, cuda_on_cpu.download(call(*map(cuda_on_cpu.upload, arrays))))
-    # adjacent parts of one array together
-    assert launched == [kernel] * (options.get("parts", len(arrays)) if "part" in kernel else len(arrays))
-
-
-def test_quantize_weights_into_given_memory():
-    weights = [RNG.standard_normal((2, 256, 128)).astype(np.float32) for _ in range(5)]
-    wanted = [fp8moe.quantize_weights(w) for w in weights]
-    with pytest.MonkeyPatch.context() as patch:
-        cuda_on_cpu.install(patch)
-        q = fp8moe.quantize_weights(cuda_on_cpu.upload(weights[0] * 3))
-        for w, new in zip(weights, wanted, strict=True):  # from the third call on by the cached launch plan
-            assert fp8moe.quantize_weights(cuda_on_cpu.upload(w), out=q) is q
-            assert_same(new, cuda_on_cpu.download(q))
 
 
 def wgrad_agrees(transposed, offsets, backend):

@@ -6,9 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from backends import on_cuda, only_on_cpu, only_on_gpu, over
 from cases import (
     BF16,
     FLOAT8,
+    KINDS,
     MAX,
     SIZES,
     assert_same,
@@ -19,16 +21,17 @@ from cases import (
     to_float8,
     values,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import at_boundaries, blocks_of, e8m0, quantized, quantized_scale, stored
 
 import fp8moe
-from fp8moe.runtime.record_trees import arrays_in
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 reference = importlib.import_module("fp8moe.reference.quantize")
 
 
+RNG = generator()
 MX_BLOCKS = ((1, 32), (32, 1))
 
 
@@ -438,3 +441,212 @@ def test_float8_arrays_are_accepted_as_codes():
     q = fp8moe.quantize(values(np.random.default_rng(4), (3, 128)))
     as_float8 = fp8moe.QuantTensor(q.data.view(ml_dtypes.float8_e4m3fn), q.scales)
     assert same_bits(fp8moe.dequantize(as_float8), fp8moe.dequantize(q))
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@over(
+    "dtype, fmt",
+    on_cpu=[(BF16, "e4m3"), (np.dtype(np.float16), "e5m2"), (np.dtype(np.float32), "e4m3")],
+    on_gpu=[(dtype, fmt) for dtype in KINDS for fmt in ("e4m3", "e5m2")],
+)
+def test_mxfp8_of_kernels_on_both_sides_of_every_boundary(backend, dtype, fmt, rounding):
+    """MXFP8 rounding boundaries, including infinities and NaN, in every kernel that computes such scales."""
+    rng = generator()
+    x = blocks_of(at_boundaries(fmt, dtype), rng)
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype)
+    spoilt = rng.choice(len(x), 40, replace=False)
+    x[spoilt, rng.integers(0, 32, 40)] = rng.choice(special, 40)
+    x = x[rng.permutation(len(x))[: len(x) // 128 * 128]]
+    options = {"fmt": fmt, "scale_rounding": rounding}
+    rows, columns = x.reshape(-1, 128), x.reshape(-1, 128, 32).swapaxes(1, 2).reshape(-1, 128)
+    assert_same(*backend.both(fp8moe.quantize, rows, block=(1, 32), **options))
+    assert_same(*backend.both(fp8moe.quantize, rows[:, :100].copy(), block=(1, 32), **options))
+    assert_same(*backend.both(fp8moe.quantize, columns[:, :100].copy(), block=(32, 1), **options))
+    both_orientations = {"block": (1, 32), "columnwise": True, **options}
+    assert_same(*backend.both(fp8moe.quantize, np.concatenate([rows, columns]), **both_orientations))
+
+
+@on_cuda
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 256), (130, 128), (5, 40)])
+def test_every_block_and_orientation(backend, fmt, rows, columns):
+    x = values(RNG, (rows, columns), BF16, awkward=True)
+    blocks = ((1, 128), True), ((1, 128), False), ((1, 32), True), ((128, 1), False), ((128, 128), True)
+    for block, pow2 in blocks:
+        assert_same(*backend.both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2))
+    assert_same(*backend.both(fp8moe.quantize, x, fmt=fmt, columnwise=True))
+    assert_same(*backend.both(fp8moe.quantize, x, fmt=fmt, block=(1, 32), columnwise=True))
+    expected, actual = backend.both(fp8moe.quantize, x, fmt=fmt, layout="gemm_ready")
+    assert_same(expected, actual)
+    for q in (expected, fp8moe.quantize(x, fmt=fmt, block=(1, 32)), fp8moe.quantize(x, fmt=fmt)):
+        for dtype in ("float32", "bfloat16"):
+            expected, actual = backend.both(fp8moe.dequantize, q, dtype=dtype)
+            np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
+
+
+@only_on_gpu
+@given(
+    st.sampled_from((1, 2, 127, 130)),
+    st.sampled_from((1, 33, 128, 300, 384)),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from(((1, 128), (128, 1), (128, 128), (1, 32), (32, 1), None)),
+    st.sampled_from(KINDS),
+    st.booleans(),
+    st.sampled_from(("up", "floor")),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60)
+def test_any_block_of_any_shape(backend, rows, columns, fmt, block, dtype, pow2, rounding, seed):
+    x = values(np.random.default_rng(seed), (rows, columns), dtype, awkward=True)
+    options = {"fmt": fmt, "block": block}
+    if block in ((1, 32), (32, 1)):
+        options["scale_rounding"] = rounding
+    else:
+        options["pow2"] = pow2
+    expected, actual = backend.both(fp8moe.quantize, x, **options)
+    assert_same(expected, actual)
+    if block in ((1, 128), (1, 32)):
+        assert_same(*backend.both(fp8moe.quantize, x, **options, columnwise=True))
+    for out in ("float32", "bfloat16"):
+        a, b = backend.both(fp8moe.dequantize, expected, dtype=out)
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
+
+
+@only_on_gpu
+def test_kernels_encode_every_bfloat16_value(backend):
+    x = np.zeros((65536, 128), BF16)
+    x[:, 0], x[:, 1] = np.arange(65536, dtype=np.uint16).view(BF16), 448
+    for fmt in ("e4m3", "e5m2"):
+        assert_same(*backend.both(fp8moe.quantize, x, fmt=fmt))
+
+
+@on_cuda
+def test_layouts_convert_by_kernels(backend):
+    x = values(RNG, (130, 300), BF16)
+    expected, actual = backend.both(fp8moe.quantize, x, layout="gemm_ready")
+    assert_same(expected, actual)
+    assert_same(*backend.both(fp8moe.to_layout, expected, layout="compact"))
+    assert_same(*backend.both(fp8moe.to_layout, fp8moe.quantize(x), layout="gemm_ready"))
+    assert_same(*backend.both(fp8moe.quantize, x, columnwise=True))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
+def test_scale_per_tensor_of_an_empty_tensor(backend, shape):
+    for eps in (0.0, 2.0):
+        assert_same(*backend.both(fp8moe.quantize, np.empty(shape, BF16), block=None, eps=eps))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@over(
+    "shapes",
+    on_cpu=[([(2, 256, 384), (128, 128), (3, 384, 128), (2, 200, 136), (0, 128, 128), (2, 0, 128)],)],
+    on_gpu=[([(3, 200, 136), (3, 256, 384), (2, 1152, 640), (1, 128, 128)],)],
+)
+def test_weights_of_whole_and_partial_blocks(backend, shapes, dtype, fmt):
+    """Blocks without a remainder use quantize_weights, others the slower kernels."""
+    for shape in shapes:
+        w = values(RNG, shape, dtype, awkward=True)
+        for pow2, eps in ((True, 0.0), (False, 0.0), (True, 2.0)):
+            options = {"fmt": fmt, "block": (128, 128), "pow2": pow2, "eps": eps}
+            assert_same(*backend.both(fp8moe.quantize, w, **options))
+            assert_same(*backend.both(fp8moe.quantize, w, columnwise=True, **options))
+        if len(shape) == 3:
+            assert_same(*backend.both(fp8moe.quantize_weights, w, fmt=fmt))
+
+
+#: shapes [N, K] of weights, number of parts, and rows of each part and columns of the result
+PARTS = (
+    ([(128, 256), (128, 256)], 1, None, None),
+    ([(100, 72), (100, 72)], 1, 128, 72),
+    ([(200, 136)], 2, 128, 200),
+    ([(130, 201)], 1, None, 256),
+    ([(6, 5), (6, 5)], 1, 256, 131),
+)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@over("dtype", on_cpu=[(BF16,), (np.dtype(np.float32),)], on_gpu=[(dtype,) for dtype in KINDS])
+def test_weights_in_parts_by_kernels(backend, dtype, transposed):
+    """Widths that are and are not multiples of eight, with any alignment, with zeros after the values of each
+    part."""
+    for shapes, parts, rows, columns in PARTS:
+        for fmt in ("e4m3", "e5m2"):
+            arrays = [values(RNG, (2, *shape), dtype, awkward=True) for shape in shapes]
+            if transposed:
+                arrays = [np.ascontiguousarray(np.swapaxes(a, 1, 2)) for a in arrays]
+
+            def call(*arrays, fmt=fmt, parts=parts, rows=rows, columns=columns):
+                x = arrays if len(arrays) > 1 else arrays[0]
+                keywords = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+                return fp8moe.quantize_weights(x, fmt=fmt, **keywords)
+
+            assert_same(*backend.both(call, *arrays))
+
+
+@only_on_cpu
+@pytest.mark.parametrize(
+    ("shapes", "options", "kernel"),
+    [
+        (((256, 384),), {"parts": 2, "rows": 128}, "quantize_weights"),  # w13 of a layer
+        (((128, 256),), {"columns": 256}, "quantize_weights"),
+        (((128, 256),) * 3, {"rows": 128}, "quantize_weights"),
+        (((384, 256),) * 2, {"transposed": True}, "quantize_weights"),
+        (((256, 384),), {"parts": 2, "rows": 256}, "quantize_weights_part"),
+        (((128, 256),), {"columns": 384}, "quantize_weights_part"),
+        (((120, 256),) * 2, {"rows": 128}, "quantize_weights_part"),
+    ],
+)
+def test_weights_without_padding_use_the_faster_kernel(backend, monkeypatch, shapes, options, kernel):
+    arrays = [values(RNG, (3, *shape), BF16, awkward=True) for shape in shapes]
+
+    def call(*arrays):
+        return fp8moe.quantize_weights(arrays if len(arrays) > 1 else arrays[0], **options)
+
+    expected = call(*arrays)
+    launched = backend.launched(monkeypatch)
+    assert_same(expected, backend.download(call(*map(backend.upload, arrays))))
+    # adjacent parts of one array together
+    assert launched == [kernel] * (options.get("parts", len(arrays)) if "part" in kernel else len(arrays))
+
+
+@only_on_cpu
+def test_quantize_weights_into_given_memory(backend):
+    weights = [RNG.standard_normal((2, 256, 128)).astype(np.float32) for _ in range(5)]
+    wanted = [fp8moe.quantize_weights(w) for w in weights]
+    q = fp8moe.quantize_weights(backend.upload(weights[0] * 3))
+    for w, new in zip(weights, wanted, strict=True):  # from the third call on by the cached launch plan
+        assert fp8moe.quantize_weights(backend.upload(w), out=q) is q
+        assert_same(new, backend.download(q))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("width", [128, 32])
+@pytest.mark.parametrize("odd", ["rowwise.data", "rowwise.scales", "columnwise.data", "columnwise.scales"])
+def test_quantize_to_memory_at_any_address(backend, monkeypatch, width, odd):
+    """The fast kernel writes four codes, and zeroes four MXFP8 scales, at once."""
+    x = values(RNG, (40, 128), BF16)
+    options = {"block": (1, width), "columnwise": True}
+    wanted = fp8moe.quantize(x, **options)
+
+    side, field = odd.split(".")
+    shifted = getattr(getattr(wanted, side), field)
+
+    def memory(a):
+        skip = int(a is shifted and a.dtype == np.uint8)  # float32 is always aligned
+        return np.empty(a.size + skip, a.dtype)[skip:].reshape(a.shape)
+
+    out = backend.upload(map_arrays(memory, wanted))
+    assert fp8moe.quantize(backend.upload(x), **options, out=out) is out
+    assert_same(wanted, backend.download(out))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])
+def test_dequantize_transposed_blocks(backend, shape):
+    weights = fp8moe.quantize(values(RNG, shape, BF16), block=(128, 128), columnwise=True)
+    for dtype in ("float32", "bfloat16"):
+        expected, actual = backend.both(fp8moe.dequantize, weights.columnwise, dtype=dtype)
+        assert_same(expected, actual)
+        assert same_bits(actual, fp8moe.dequantize(weights.rowwise, dtype=dtype))
