@@ -2,7 +2,7 @@
 ``python -m benchmarks.calls``, on CUDA with torch, and with JAX if it is installed.
 
 `sys.setprofile` counts the calls up to the last kernel launch, without C functions. The first call for given
-shapes makes their launch plan and may be the first to use a kernel: calls that compile or load kernels are
+shapes records them and may be the first to use a kernel: calls that compile or load kernels are
 counted separately.
 """
 
@@ -99,15 +99,15 @@ def inside_jax() -> None:
     import jax
 
     import fp8moe.jax
-    from fp8moe.runtime.workspace import Layout
+    from fp8moe.runtime.recording import GivenMemory
 
-    run = Layout.run
+    run = GivenMemory.run
 
     def counted(*arguments: Any) -> None:
         count("JAX, inside jit: quantize", lambda: run(*arguments))
 
     jitted = jax.jit(lambda x: fp8moe.jax.quantize(x).scales)
-    Layout.run = counted  # type: ignore
+    GivenMemory.run = counted  # type: ignore
     for n in range(3):
         jitted(jax.numpy.full((TOKENS, HIDDEN), n + 1.0, jax.numpy.bfloat16)).block_until_ready()
 

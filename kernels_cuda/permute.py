@@ -393,7 +393,7 @@ def _move(
 
 def sources(plan: PermutationPlan, *, columns: bool = True) -> tuple[Any, Any]:
     """int32 [num_out_tokens] each: every row's token, -1 for none, and, unless ``columns`` is False, the
-    column of its probability. Made once per launch plan: a layer's backward needs them three times."""
+    column of its probability. Made once per recording: a layer's backward needs them three times."""
     key = "sources", plan.data.ptr, plan.num_out_tokens, columns
     return once(key, lambda: _sources(plan, columns))  # type: ignore[no-any-return]
 

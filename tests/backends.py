@@ -54,7 +54,7 @@ class OnCpu:
         return names
 
     def both(self, function, *arguments, architecture="sm_90a", multiprocessors=2, **options):
-        """(the reference's result, the CUDA backend's result) on a device without cached launch plans."""
+        """(the reference's result, the CUDA backend's result) on a device without recordings."""
         expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
         with pytest.MonkeyPatch.context() as patch:
             self.start(patch, architecture=architecture, multiprocessors=multiprocessors)

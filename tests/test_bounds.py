@@ -682,7 +682,7 @@ def test_sizes_beyond_device_limits_raise(monkeypatch):
 
 @needs_emulation
 @pytest.mark.parametrize("by_name", [False, True])
-def test_cached_launch_plan_does_not_write_to_its_inputs(monkeypatch, by_name):
+def test_recording_does_not_write_to_its_inputs(monkeypatch, by_name):
     cuda_on_cpu.install(monkeypatch)
     offsets = cuda_on_cpu.upload(ints(0, 100, 512))
 
@@ -694,8 +694,8 @@ def test_cached_launch_plan_does_not_write_to_its_inputs(monkeypatch, by_name):
         return fp8moe.grouped_gemm_wgrad(*arguments, offsets, out)
 
     sums = [add(X32, X32.copy(), np.zeros((2, 128, 128), np.float32)).host for _ in range(4)]
-    assert [type(plan) for _, plan in fp8moe.runtime.dispatch.cached_plans()] == [
-        fp8moe.runtime.launch_plan.LaunchPlan
+    assert [type(plan) for _, plan in fp8moe.runtime.dispatch.cached_recordings()] == [
+        fp8moe.runtime.recording.Recording
     ]
     assert same_bits(sums[0], sums[-1])
     memory = X32.copy()

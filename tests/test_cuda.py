@@ -984,7 +984,7 @@ def test_the_second_device():
     _, ids, x, probs = torch_case(False)
     assert x.get_device() == 0
     inputs_on_second = [t.to("cuda:1") for t in (ids, x, probs)]
-    for _ in range(4):  # launch plans are cached by device
+    for _ in range(4):  # recordings are cached by device
         assert torch.equal(there_and_back(*inputs_on_second).cpu(), there_and_back(ids, x, probs).cpu())
         assert torch.cuda.current_device() == 0
         expected, actual = (fp8moe.quantize(t.detach(), columnwise=True) for t in (x, inputs_on_second[1]))

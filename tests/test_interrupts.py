@@ -18,7 +18,6 @@ import fp8moe
 from fp8moe.adapters.torch.functional import quantize_fp8_weights
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.weights import weights_unchanged
-from fp8moe.ops.grouped_gemm import _default
 from fp8moe.ops.quantize import times_overwritten
 from fp8moe.runtime import call, counters, scopes
 from fp8moe.runtime.workers import Workers
@@ -42,7 +41,7 @@ def flushes():
 
 def state():
     """What a call may have left behind in this thread."""
-    return np.geterr(), flushes(), call.current.call, counters.counting(), _default.options
+    return np.geterr(), flushes(), call.current.call, counters.counting()
 
 
 @pytest.fixture

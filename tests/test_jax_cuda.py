@@ -39,7 +39,7 @@ import fp8moe
 from fp8moe import Activation
 from fp8moe.adapters.jax import calls as jax_calls
 from fp8moe.adapters.jax import ffi as jax_ffi
-from fp8moe.runtime import workspace
+from fp8moe.runtime import recording
 from fp8moe.runtime.record_trees import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -215,8 +215,8 @@ def test_program_captured_in_a_cuda_graph(put, monkeypatch):
     w13, w2 = map(put, weights())
     ids, probs = put(IDS), put(PROBS)
     calls = []
-    run = workspace.Layout.run
-    monkeypatch.setattr(workspace.Layout, "run", lambda self, *a: (calls.append(1), run(self, *a))[1])
+    run = recording.GivenMemory.run
+    monkeypatch.setattr(recording.GivenMemory, "run", lambda self, *a: (calls.append(1), run(self, *a))[1])
 
     @jax.jit
     def program(x, ids):
@@ -296,13 +296,13 @@ def test_dropped_programs_release_their_scratch_memory(put):
             y = dropped(x)
         for site in jax_ffi.live_sites():
             if "described" in site.kept:
-                plans += [weakref.ref(plan) for plan in site.kept["described"].layout.plans.values()]
+                plans += [weakref.ref(plan) for plan in site.kept["described"].memory.devices.values()]
         jax.block_until_ready(y)
         del dropped, y, site
         assert called_is(with_kept)
         np.testing.assert_array_equal(np.asarray(kept(x)), wanted)
     alive = {id(plan()) for plan in plans if plan() is not None}
-    own = [s.kept["described"].layout for s in jax_ffi.live_sites() if "described" in s.kept]
+    own = [s.kept["described"].memory for s in jax_ffi.live_sites() if "described" in s.kept]
     assert alive == {id(plan) for layout in own for plan in layout.plans.values()}
     del kept
     assert called_is(before)
@@ -356,7 +356,7 @@ def test_program_is_cached_and_exported(tmp_path):
 def test_error_of_a_call_reaches_the_caller(put, monkeypatch):
     """The caller gets the error's text from XLA, and the next call works."""
     program = jax.jit(jax_ops.quantize)
-    monkeypatch.setattr(workspace.Layout, "run", lambda *a: 1 / 0)
+    monkeypatch.setattr(recording.GivenMemory, "run", lambda *a: 1 / 0)
     with pytest.raises(Exception, match="ZeroDivisionError: division by zero"):
         jax.block_until_ready(program(put(X)))
     monkeypatch.undo()

@@ -358,7 +358,7 @@ def test_call_sites_live_as_long_as_their_program():
         assert jax_calls.places_called() == before + 4
     assert [site.kept.get("described") for site in jax_ffi.live_sites()] == descriptions
     np.testing.assert_array_equal(kept(x) + compiled(x), 5)
-    layouts = [weakref.ref(d.layout) for d in descriptions if d is not None]
+    layouts = [weakref.ref(d.memory) for d in descriptions if d is not None]
     del kept, compiled, descriptions
     gc.collect()
     gc.disable()  # scratch memory of dropped programs must not wait for garbage collection
@@ -373,12 +373,12 @@ def test_two_first_calls_of_a_call_site_at_once(monkeypatch):
     """Both use one description, whose scratch memory a captured graph uses."""
     site, made = jax_ffi.Site(b""), []
 
-    class Layout:
+    class Memory:
         def run(self, *_):
             used.append(self)
 
     def description(call):
-        made.append(SimpleNamespace(layout=Layout()))
+        made.append(SimpleNamespace(memory=Memory()))
         own = made[-1]
         if len(made) == 1:
             jax_calls._execute(call)  # as another thread does meanwhile

@@ -39,7 +39,7 @@ from fp8moe import expert_parallel, selftest
 from fp8moe.ops import row_maps
 from fp8moe.ops.router import add_product
 from fp8moe.runtime import dispatch
-from fp8moe.runtime.launch_plan import LaunchPlan
+from fp8moe.runtime.recording import Recording
 
 pytest.importorskip("cupy")
 grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
@@ -235,17 +235,17 @@ def test_chunks_without_room(monkeypatch, columns):
         rest_stays(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
 
 
-def test_calls_on_results_of_cached_launch_plans(monkeypatch):
+def test_calls_on_results_of_recordings(monkeypatch):
     """Several calls share one plan."""
     transpose = fp8moe.scaling_aware_transpose
     inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
     wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
     cuda_on_cpu.install(monkeypatch)
-    dispatch.clear_cached_plans()
+    dispatch.clear_recordings()
     for x, transposed in zip(inputs, wanted, strict=True):
         q = fp8moe.quantize(cuda_on_cpu.upload(x))
         assert_same(transposed, cuda_on_cpu.download(transpose(q)))
-    assert len(dispatch.cached_plans()) == 2
+    assert len(dispatch.cached_recordings()) == 2
 
 
 def wgrad_agrees(transposed, offsets, backend):
@@ -570,7 +570,7 @@ def of_grouped_products(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_layer_with_an_sm_limit(monkeypatch, recipe):
-    """Every product of both passes respects the limit, also with launch plans, and results are bitwise
+    """Every product of both passes respects the limit, also with recordings, and results are bitwise
     equal."""
     from fp8moe.kernels_cuda.runtime import driver
 
@@ -599,7 +599,7 @@ def test_layer_with_an_sm_limit(monkeypatch, recipe):
     fp8moe.moe_backward_weight(operands)
     fp8moe.moe_backward_weight(operands, num_sms=2)
     assert blocks[-8:] == [4] * 6 + [2] * 2
-    plans = collections.Counter(name for name, plan in dispatch.cached_plans() if plan is not None)
+    plans = collections.Counter(name for name, plan in dispatch.cached_recordings() if plan is not None)
     assert plans["permuted_experts_forward"] == len({None, 2, 4})
     assert plans["experts_backward"] == len({None, 2, 4})
     assert plans["experts_backward_weight"] == len({4, 2})
@@ -678,7 +678,7 @@ def test_new_thread_sets_the_devices_context(monkeypatch):
     assert runtime.bound_threads.count(name) == 1
 
 
-def test_repeated_calls_replay_their_launch_plan(monkeypatch):
+def test_repeated_calls_replay_their_recording(monkeypatch):
     """From the third call on with the same shapes: other arrays, other results, no shared memory."""
     plans = [a_plan(21, 5, 3, 4) for _ in range(4)]
     inputs = [(values(RNG, (21, 256), BF16), plan, RNG.random((21, 3)).astype(np.float32)) for plan in plans]
@@ -696,26 +696,26 @@ def test_repeated_calls_replay_their_launch_plan(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     # results are kept alive, so none may share memory
     got = [work(*map(cuda_on_cpu.upload, i)) for i in inputs]
-    assert [type(plan) for _, plan in dispatch.cached_plans()] == [LaunchPlan] * 6
+    assert [type(plan) for _, plan in dispatch.cached_recordings()] == [Recording] * 6
     for a, b in zip(wanted, got, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
 
 
 @pytest.mark.parametrize("elsewhere", ["x", "probs"])
-def test_cached_launch_plan_rejects_arrays_on_two_devices(monkeypatch, elsewhere):
+def test_recording_rejects_arrays_on_two_devices(monkeypatch, elsewhere):
     arrays = {"x": values(RNG, (9, 64), BF16), "probs": RNG.random((9, 2)).astype(np.float32)}
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
     arrays, plan = {n: cuda_on_cpu.upload(a) for n, a in arrays.items()}, cuda_on_cpu.upload(plan)
     for _ in range(3):
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
-    assert len(dispatch.cached_plans()) == 1
+    assert len(dispatch.cached_recordings()) == 1
     arrays[elsewhere].device = 1
     with pytest.raises(TypeError, match=r"got an array on CUDA device \d; wanted CUDA device \d"):
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
 
 
-def test_calls_whose_launch_plans_are_not_cached(monkeypatch):
+def test_calls_whose_recordings_are_not_cached(monkeypatch):
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
     upload = cuda_on_cpu.upload
@@ -736,11 +736,11 @@ def test_calls_whose_launch_plans_are_not_cached(monkeypatch):
     square = upload(np.eye(64, dtype=np.float32))
     for _ in range(3):  # two arguments in the same memory
         fp8moe.grouped_gemm_wgrad(square, square, upload(np.array([0, 64], np.int32)))
-    planned = [name for name, plan in dispatch.cached_plans() if plan is not None]
+    planned = [name for name, plan in dispatch.cached_recordings() if plan is not None]
     assert planned == ["pad", "grouped_gemm_wgrad"]
 
 
-def test_cached_launch_plans_take_other_arguments_of_the_same_shape(monkeypatch):
+def test_recordings_take_other_arguments_of_the_same_shape(monkeypatch):
     """Aliased arguments after calls with separate ones, keyword options, and an argument as output."""
     x, y = (RNG.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
     offsets = np.array([0, 40, 64], np.int32)
@@ -754,7 +754,7 @@ def test_cached_launch_plans_take_other_arguments_of_the_same_shape(monkeypatch)
         again = fp8moe.grouped_gemm_wgrad(a_up, b_up, upload(offsets), out=into)
         assert again is into
         np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
-    assert [type(plan) for _, plan in dispatch.cached_plans()] == [LaunchPlan] * 2
+    assert [type(plan) for _, plan in dispatch.cached_recordings()] == [Recording] * 2
 
 
 @pytest.mark.parametrize(("columns", "k", "dtype"), [(512, 4, BF16), (256, 3, BF16), (2176, 8, np.float32)])

@@ -20,8 +20,8 @@ from fp8moe.activation import SWIGLU
 from fp8moe.records import ArraySpec
 from fp8moe.runtime import dispatch
 from fp8moe.runtime.interop import NUMPY
-from fp8moe.runtime.launch_plan import DryRun
 from fp8moe.runtime.record_trees import arrays_in
+from fp8moe.runtime.recording import DryRun
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):

@@ -21,7 +21,7 @@ from fp8moe.layer.recipes import RECIPES
 from fp8moe.records import ArraySpec
 from fp8moe.runtime import dispatch
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
-from fp8moe.runtime.workspace import Layout
+from fp8moe.runtime.recording import GivenMemory
 
 RNG = generator()
 
@@ -239,7 +239,7 @@ def test_no_values_are_read(recipe, align_size):
         y, saved = fp8moe.moe_forward_permuted(*forward, recipe=recipe, align_size=align_size)
         return y, fp8moe.moe_backward(saved, dy)
 
-    layout = Layout(step, [ArraySpec(a.shape, a.dtype) for a in given_arrays])
+    layout = GivenMemory(step, [ArraySpec(a.shape, a.dtype) for a in given_arrays])
     shapes = [layout.outputs[n].shape for n in layout.leaves]
     assert shapes == [a.shape for a in arrays_in(step(given_arrays))]
 
@@ -465,7 +465,7 @@ def test_torch_validation_errors():
 @pytest.mark.parametrize("align_size", [1, 128])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_cuda(recipe, align_size, recompute):
-    """Bitwise equal to the layer that permutes itself, also by the launch plan, without synchronisation.
+    """Bitwise equal to the layer that permutes itself, also by the recording, without synchronisation.
     Halves of the backward give the same results as the whole."""
     inputs, dy = layer_inputs(9, tokens=200, hidden=256, ffn=128, dropped=0.2)
     plan, rows, counts, probs, dys = permuted(inputs, dy, align_size, False)

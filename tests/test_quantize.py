@@ -616,7 +616,7 @@ def test_quantize_weights_into_given_memory(backend):
     weights = [RNG.standard_normal((2, 256, 128)).astype(np.float32) for _ in range(5)]
     wanted = [fp8moe.quantize_weights(w) for w in weights]
     q = fp8moe.quantize_weights(backend.upload(weights[0] * 3))
-    for w, new in zip(weights, wanted, strict=True):  # from the third call on by the cached launch plan
+    for w, new in zip(weights, wanted, strict=True):  # from the third call on by the recording
         assert fp8moe.quantize_weights(backend.upload(w), out=q) is q
         assert_same(new, backend.download(q))
 

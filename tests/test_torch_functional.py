@@ -696,7 +696,7 @@ def test_backend_on_cuda(monkeypatch, recipe, backend):
     for name in dict.fromkeys(("plain", backend)):
         torch.manual_seed(1)
         for kind, (call, leaves) in layers(recipe, name, "cuda").items():
-            dispatch.clear_cached_plans()
+            dispatch.clear_recordings()
             chosen.clear()
             torch.compiler.reset()
             compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
@@ -736,7 +736,7 @@ def test_limit_on_cuda(monkeypatch, recipe):
         torch.manual_seed(1)
         options = {"backend": "wgmma", "num_sms": num_sms}
         for kind, (call, leaves) in layers(recipe, device="cuda", **options).items():
-            dispatch.clear_cached_plans()
+            dispatch.clear_recordings()
             limits.clear()
             torch.compiler.reset()
             leaves = [t.requires_grad_() for t in leaves]

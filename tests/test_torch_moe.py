@@ -17,7 +17,7 @@ from fp8moe import Activation, RouterConfig
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.router import Router, _on_tensor_cores, _product, _sum, parts
-from fp8moe.runtime.dispatch import cached_plans, clear_cached_plans
+from fp8moe.runtime.dispatch import cached_recordings, clear_recordings
 from fp8moe.runtime.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -602,10 +602,10 @@ def test_rows_passed_through_the_router_get_both_gradients(dtype):
         torch.autograd.backward([passed, probs], [grad, of_probs])
         return rows.grad, router.weight.grad.clone()
 
-    clear_cached_plans()
+    clear_recordings()
     (apart, dw), (together, same_dw) = gradients(False), gradients(True)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert "add_product" in [name for name, _ in cached_plans()]
+        assert "add_product" in [name for name, _ in cached_recordings()]
     assert torch.equal(dw, same_dw)
     # computed separately, the router's part is rounded, and always the sum, each by at most 2^-9 of itself
     part, apart = (apart.float() - grad.float()).abs(), apart.float()

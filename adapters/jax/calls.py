@@ -50,7 +50,7 @@ from fp8moe.runtime.call import as_codes
 from fp8moe.runtime.interop.base import dtype_named
 from fp8moe.runtime.interop.jax import check_result
 from fp8moe.runtime.record_trees import arrays_in, field_names, map_arrays
-from fp8moe.runtime.workspace import Layout
+from fp8moe.runtime.recording import GivenMemory
 
 GRAPHS = os.environ.get("FP8MOE_JAX_GRAPHS", "1") != "0"
 TARGETS = ("fp8moe_call", "fp8moe_call_in_graph")
@@ -162,7 +162,7 @@ def _option_values(value: Any, name: str) -> set[Any]:
 
 
 class Described:
-    """A parsed description: function, array specs, output layout and XLA target."""
+    """A parsed description: function, array specs, memory and XLA target."""
 
     def __init__(self, text: str):
         description = json.loads(text)
@@ -177,15 +177,15 @@ class Described:
                 f"program: got a call of {function}; wanted a registered function; import the adapter that "
                 "defines it, or trace the program in this process"
             )
-        # not a method: the layout would refer to this object, and with the layout its scratch memory would
+        # not a method: the memory would refer to this object, and with it its scratch memory would
         # outlive the program until garbage is collected
         self.run = functools.partial(_call_function, _functions[function], description)
         self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in description["arrays"]]
-        self.layout = Layout(self.run, self.specs, set(description["in_place"]))
+        self.memory = GivenMemory(self.run, self.specs, set(description["in_place"]))
         arguments = [description["args"], description["options"]]
         self.options = {name: _option_values(arguments, name) for name in ("backend", "num_sms")}
         synchronises = bool(self.options["backend"] & SYNCHRONISING_BACKENDS)
-        only_launches = self.layout.only_launches and not synchronises
+        only_launches = self.memory.only_launches and not synchronises
         self.target = TARGETS[only_launches and GRAPHS]
 
 
@@ -203,14 +203,14 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], changed: set
     args, options, changed = _as_jax(args, options, changed)
     text, operands = describe(name, args, options, changed)
     described = _described(text)
-    layout = described.layout
+    memory = described.memory
     outputs = ()
     operands = list(vary_alike(*operands))
-    for spec in layout.outputs:
+    for spec in memory.outputs:
         check_result(spec)
-    if layout.outputs:
+    if memory.outputs:
         outputs = _call_p.bind(*operands, text=text)
-    return layout.result(operands, outputs)
+    return memory.result(operands, outputs)
 
 
 def _as_jax(
@@ -284,7 +284,7 @@ def _results(*arrays: Any, text: str) -> Any:
         mesh, axes = arrays[0].sharding.mesh, arrays[0].manual_axis_type
         if axes.varying:
             varying = {"sharding": jax.NamedSharding(mesh, jax.P()), "manual_axis_type": axes}
-    return [jax.core.ShapedArray(s.shape, s.dtype, **varying) for s in _described(text).layout.outputs]
+    return [jax.core.ShapedArray(s.shape, s.dtype, **varying) for s in _described(text).memory.outputs]
 
 
 def _batch(arrays: Any, axes: Any, *, text: str) -> Any:
@@ -332,7 +332,7 @@ def _name_in(text: str) -> str:
 def _lower(context: Any, *operands: Any, text: str) -> Any:
     _refuse_partitioning(context.module_context.axis_context, text)
     described = _described(text)
-    rule = jax.ffi.ffi_lowering(described.target, operand_output_aliases=dict(described.layout.aliases))
+    rule = jax.ffi.ffi_lowering(described.target, operand_output_aliases=dict(described.memory.aliases))
     return rule(context, *operands, call=text)
 
 
@@ -364,7 +364,7 @@ mlir.register_lowering(_call_p, _lower, platform="cuda")
 
 # ---------------------------------------------------------------- the handler that XLA runs
 
-# Each call site has its own description, because the scratch memory of its layout must not be shared. It
+# Each call site has its own description, because its scratch memory must not be shared. It
 # lives as long as the site: a CUDA graph captured of the program uses that memory.
 
 
@@ -399,14 +399,14 @@ def _execute(call: jax_ffi.Call) -> None:
     if call.device < 0:
         _run_on_host(described, call)
     else:
-        described.layout.run(call.arguments, call.results, jax_ffi.address_of, call.device, call.stream)
+        described.memory.run(call.arguments, call.results, jax_ffi.address_of, call.device, call.stream)
 
 
 def _checked_description(call: jax_ffi.Call) -> Described:
     described = Described(call.site.text.decode())
     for kind, specs, buffers in (
         ("arrays", described.specs, call.arguments),
-        ("results", described.layout.outputs, call.results),
+        ("results", described.memory.outputs, call.results),
     ):
         given = [(jax_ffi.dtype_of(b), jax_ffi.shape_of(b)) for b in buffers]
         expected = [(np.dtype(s.dtype).name, tuple(s.shape)) for s in specs]
@@ -432,16 +432,16 @@ def _run_on_host(described: Described, call: jax_ffi.Call) -> None:
 
 
 def _run_with_host_arrays(described: Described, call: jax_ffi.Call) -> None:
-    layout = described.layout
+    memory = described.memory
     results = [
-        _host_array(b, spec, writable=True) for b, spec in zip(call.results, layout.outputs, strict=True)
+        _host_array(b, spec, writable=True) for b, spec in zip(call.results, memory.outputs, strict=True)
     ]
     arrays = [
-        results[layout.aliases[i]] if i in layout.aliases else _host_array(b, spec, writable=False)
+        results[memory.aliases[i]] if i in memory.aliases else _host_array(b, spec, writable=False)
         for i, (b, spec) in enumerate(zip(call.arguments, described.specs, strict=True))
     ]
-    for n, made in zip(layout.leaves, arrays_in(described.run(arrays)), strict=True):
-        if n >= 0 and n not in layout.aliases.values():
+    for n, made in zip(memory.leaves, arrays_in(described.run(arrays)), strict=True):
+        if n >= 0 and n not in memory.aliases.values():
             np.copyto(results[n], made)
 
 

@@ -54,8 +54,9 @@ from fp8moe.layer.permuted_rows import PlacedRows
 from fp8moe.layer.saved import Saved, SavedForWeights
 from fp8moe.records import ArraySpec
 from fp8moe.records import Options as CheckedOptions
-from fp8moe.runtime import checks, workspace
+from fp8moe.runtime import checks
 from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in, field_names, map_arrays
+from fp8moe.runtime.recording import result_specs
 
 #: block of FP8 weights, with codes and scales of both orientations
 FP8_BLOCK = (128, 128)
@@ -725,7 +726,7 @@ def _forward(x: Any, ids: Any, probs: Any, weights: Any, options: Options) -> tu
 
 def _results(specs: Any, options: Options) -> tuple[Any, Saved]:
     """Specs of the results of `_forward`, from specs of x, ids, probs and the weights."""
-    return workspace.result_specs(  # type: ignore[no-any-return]
+    return result_specs(  # type: ignore[no-any-return]
         lambda a: _forward(a[0], a[1], a[2], a[3:], options), [ArraySpec(*s) for s in specs]
     )
 
@@ -792,7 +793,7 @@ def _fake_gradients(
         dw13 = (None, None) if halves else None
         return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=options.ffn, gradients=_names(options.gradients))
 
-    g = workspace.result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in backward_weights)])
+    g = result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in backward_weights)])
     grads = [_no_gradient(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
     parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
     shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]

@@ -24,8 +24,9 @@ from fp8moe.activation import Activation
 from fp8moe.formats import Block
 from fp8moe.ops.plan import NumOutTokens
 from fp8moe.records import ArraySpec
-from fp8moe.runtime import record_trees, workspace
+from fp8moe.runtime import record_trees
 from fp8moe.runtime.interop import dtype_named
+from fp8moe.runtime.recording import result_specs
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     raise ImportError(
@@ -291,7 +292,7 @@ class Operator:
             )
             return tuple(result) if self._form is list else result
 
-        results = workspace.result_specs(run, [spec_of(t) for t in tensors])
+        results = result_specs(run, [spec_of(t) for t in tensors])
         device = tensors[0].device
         if self._form is Tensor:
             return like(results, device)

@@ -266,7 +266,7 @@ def unpack_first(
     own: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
     """`unpack` into the first rows of arrays with ``size`` rows; the others are zeros. Not a cached
-    operation: the number of messages differs at every call, and a launch plan would be made for each.
+    operation: the number of messages differs at every call, and each would be recorded.
 
     own: (first, experts), if the last two arrays are expert ids and probabilities: ids are then as from
     `local_ids`, and -1 in the other rows.

@@ -35,8 +35,8 @@ DESCRIPTIONS = frozenset(("fmt", "block", "layout", "transposed"))  # arguments 
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
 
 
-class NotPlannable(Exception):
-    """No launch plan can be made, because the call reads or writes device memory from the host."""
+class NotRecordable(Exception):
+    """The call cannot be recorded, because it reads or writes device memory from the host."""
 
 
 class _Current(threading.local):
@@ -53,6 +53,7 @@ class Call:
     args: SimpleNamespace
 
     def __init__(self) -> None:
+        self.reads_values = checks.reads_values()  # from CUDA memory, for checks
         self.device: Device = "cpu"
         self.framework: Framework = NUMPY
         self._first: str | None = None  # the name of the first array
@@ -172,7 +173,7 @@ class Call:
         """An array's values on the host, for checks; on CUDA only with FP8MOE_CHECK=1: it synchronises."""
         if isinstance(raw, np.ndarray):
             return raw
-        return self.to_host(raw) if checks.reads_values() else None
+        return self.to_host(raw) if self.reads_values else None
 
     def to_host(self, raw: RawArray) -> np.ndarray:
         """Copy a small array to the host. On CUDA this synchronises with the call's stream."""

@@ -239,7 +239,7 @@ def plan(call: Any, value: Any, *, fills: bool = False) -> PermutationPlan:
     if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
         shape("plan.data", value.data, (elements,))
         dtype("plan.data", value.data, (INT32,))
-    if isinstance(value.data, np.ndarray) or reads_values():
+    if isinstance(value.data, np.ndarray) or call.reads_values:
         data = call.values(value.data)
         if data is not None:
             _entries(replace(value, data=data), fills)
@@ -374,7 +374,7 @@ PADDING = "True where a token is padding; pass attention_mask == 0 for an attent
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
     """With FP8MOE_CHECK=1: check that ids are below num_experts. Negative ids mean no expert."""
-    values = call.values(ids) if reads_values() else None
+    values = call.values(ids) if call.reads_values else None
     if values is not None and values.max(initial=-1) >= num_experts:
         raise ValueError(
             f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or -1 "

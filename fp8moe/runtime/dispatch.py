@@ -1,8 +1,8 @@
 """Dispatch of operations: `operation` makes a public function of one that is written for raw buffers.
 
-On the CPU the operation is called with NumPy arrays. On CUDA the first call with given shapes makes a launch
-plan (`fp8moe.runtime.launch_plan`) of what the operation allocates and launches, and later calls run that
-plan. An operation that calls others is one call (`fp8moe.runtime.call`): only the outermost converts arrays.
+On the CPU the operation is called with NumPy arrays. On CUDA the first call with given shapes records what
+the operation allocates and launches (`fp8moe.runtime.recording`), and later calls replay it. An operation
+that calls others is one call (`fp8moe.runtime.call`): only the outermost converts arrays.
 """
 
 from __future__ import annotations
@@ -18,29 +18,37 @@ import numpy as np
 
 from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 from fp8moe.runtime import checks, interop
-from fp8moe.runtime.call import NOWHERE, Call, NotPlannable, current
-from fp8moe.runtime.launch_plan import LaunchPlan
+from fp8moe.runtime.call import NOWHERE, Call, NotRecordable, current
 from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
+from fp8moe.runtime.recording import Recording, record
 
-__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "current", "enter", "operation"]
+__all__ = [
+    "NOWHERE",
+    "Call",
+    "cached_recordings",
+    "clear_recordings",
+    "current",
+    "enter",
+    "operation",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: launch plans, by the function, all plain arguments, and shape, dtype and alignment of every array; None
-#: where no plan can be made
-_plans: dict[Any, LaunchPlan | None] = {}
+#: by the function, all plain arguments, and shape, dtype and alignment of every array; None where what is
+#: launched depends on values
+_recordings: dict[Any, Recording | None] = {}
 _adding = threading.Lock()
-PLANS_KEPT = 512  # the oldest is dropped
+RECORDINGS_KEPT = 512  # the oldest is dropped
 
 
-def cached_plans() -> list[tuple[str, LaunchPlan | None]]:
-    """The operations of all cached calls, the oldest first, each with its launch plan, or None where what is
-    launched depends on values, so that every call is made without a plan."""
-    return [(identity[0].__name__, plan) for identity, plan in list(_plans.items())]
+def cached_recordings() -> list[tuple[str, Recording | None]]:
+    """The operations of all cached calls, the oldest first, each with its recording, or None where what is
+    launched depends on values, so that every call is made anew."""
+    return [(identity[0].__name__, recording) for identity, recording in list(_recordings.items())]
 
 
-def clear_cached_plans() -> None:
-    _plans.clear()
+def clear_recordings() -> None:
+    _recordings.clear()
 
 
 #: types whose values go into a key without their type
@@ -96,27 +104,27 @@ def operation(function: Function) -> Function:
         device, addresses, described = description
         identity = (*key, framework, device, *described)
         try:
-            plan = _plans.get(identity, _UNKNOWN)
+            recording = _recordings.get(identity, _UNKNOWN)
         except TypeError:  # an argument is not hashable
             return _run_now(function, names, arguments, options)
-        if plan is _UNKNOWN:
+        if recording is _UNKNOWN:
             try:
-                plan = LaunchPlan(function, names, arguments, options, framework, device, described)
-            except NotPlannable:
-                plan = None
+                recording = record(function, names, arguments, options, framework, device, described)
+            except NotRecordable:
+                recording = None
             with _adding:
-                if len(_plans) >= PLANS_KEPT:
-                    _plans.pop(next(iter(_plans)))
-                _plans[identity] = plan
-        if plan is None or (plan.written and not plan.fits(addresses)):
+                if len(_recordings) >= RECORDINGS_KEPT:
+                    _recordings.pop(next(iter(_recordings)))
+                _recordings[identity] = recording
+        if recording is None or (recording.pairs and not recording.fits(addresses)):
             return _run_now(function, names, arguments, options)
-        return plan.run(given, arrays, addresses)
+        return recording.run(addresses, arrays, given)
 
     return call  # type: ignore[return-value]
 
 
 def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call the function on raw buffers of its arrays, without a launch plan."""
+    """Call the function on raw buffers of its arrays, without a recording."""
     call = Call()
     given = zip(_names_of(names, len(arguments)), arguments, strict=True)
     raw = [call.take(name, value) for name, value in given]

@@ -36,7 +36,7 @@ def cuda_check(seed: int) -> CudaCheck:
 
 class CudaCheck:
     """Compares the results of the public functions on CuPy and on NumPy arrays, for three different inputs:
-    the first call creates the launch plan of its shapes (`fp8moe.runtime.launch_plan`), the others replay
+    the first call records what it launches for its shapes (`fp8moe.runtime.recording`), the others replay
     it."""
 
     def __init__(self, cupy: Any, inputs: list[Inputs]):

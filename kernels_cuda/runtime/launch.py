@@ -16,7 +16,7 @@ from fp8moe.kernels_cuda.runtime.driver import LAUNCH_CONFIG
 from fp8moe.records import ArraySpec, DeviceArray
 
 SHARED = 32 * 1024  # bytes of dynamic shared memory that every launch may use without `allow_shared`
-COUNTERS = 64  # that a launch plan allocates and zeroes together
+COUNTERS = 64  # that a recording allocates and zeroes together
 
 Allocate = Callable[[ArraySpec, int], DeviceArray]
 
@@ -31,7 +31,7 @@ class _Current(threading.local):
     """Where this thread launches. Per thread, as torch's autograd runs backward passes in its own threads."""
 
     def __init__(self) -> None:
-        # device, address of the stream, allocator, log of a dry run (fp8moe.runtime.launch_plan) or None
+        # device, address of the stream, allocator, log of a dry run (fp8moe.runtime.recording) or None
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
         self.bound: set[int] = set()  # devices whose context has been current in this thread
         self.buffers = driver.LaunchBuffers()
@@ -90,7 +90,7 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
 
 
 def zeroed_counter() -> DeviceArray:
-    """An int32 that is zero when the next kernel starts. A launch plan zeroes all of its counters by one
+    """An int32 that is zero when the next kernel starts. A recording zeroes all of its counters by one
     memset before its first launch: a kernel after a memset cannot start while the kernel before it ends."""
     log = _current.place[3]
     if log is None:
@@ -106,8 +106,8 @@ def zeroed_counter() -> DeviceArray:
 
 
 def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """make(); in a launch plan, the result of its first call with this key. The kernels that it launches must
-    read only arrays that no launch of the plan writes to later."""
+    """make(); in a recording, the result of its first call with this key. The kernels that it launches must
+    read only arrays that no launch of the recording writes to later."""
     log = _current.place[3]
     if log is None:
         return make()
@@ -250,7 +250,7 @@ def threads(count: int, block: int = 256) -> int:
     return -(-count // block)
 
 
-# ---------------------------------------------------------------- dry runs and launch plans
+# ---------------------------------------------------------------- dry runs and recordings
 
 
 def _depends_on_values() -> None:
@@ -267,8 +267,8 @@ def run_steps(
     device: int,
     stream: int,
 ) -> None:
-    """Run the steps of a launch plan (`fp8moe.runtime.launch_plan.LaunchPlan`) on a stream. memory,
-    addresses: of the plan's buffers, by number; those of buffers that it allocates are filled in."""
+    """Run the steps of a `fp8moe.runtime.recording.Recording` on a stream. memory, addresses: of its buffers,
+    by number; those of buffers that it allocates are filled in."""
     before, current, set_device = _current.place, driver.runtime.getDevice(), driver.runtime.setDevice
     try:
         if current != device or device not in _current.bound:
@@ -277,7 +277,7 @@ def run_steps(
         _current.place = (device, stream, _outside, None)
         for function, fixed, values, places in steps:
             if function is not None:
-                values = values.copy()  # threads share the plan
+                values = values.copy()  # threads share the recording
                 for at, buffer, offset in places:
                     values[at] = addresses[buffer] + offset
                 function(*fixed, values)

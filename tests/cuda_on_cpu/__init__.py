@@ -241,7 +241,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a", multipro
         launch_packed(function, x, y, block, shared, [*maps, *values[len(maps) :]])
 
     family = Device()
-    dispatch.clear_cached_plans()
+    dispatch.clear_recordings()
     others = interop.framework_of_type
     monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
     monkeypatch.setattr(launch, "load_kernel", functools.cache(load_kernel))

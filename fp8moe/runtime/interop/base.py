@@ -64,7 +64,7 @@ class Framework:
         """Allocate temporary memory for one call."""
         return self.empty(spec, device)
 
-    # The methods that a launch plan calls (`fp8moe.runtime.launch_plan`), with as few Python calls as
+    # The methods that a recording calls (`fp8moe.runtime.recording`), with as few Python calls as
     # possible.
 
     def describe(self, arrays: list[Any]) -> Description | None:

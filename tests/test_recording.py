@@ -133,7 +133,7 @@ CHANGES = [set_data, set_scales, resized, replaced, transposed]
 def test_records_follow_their_tensors(change, seen):
     inputs = [tensor(values(RNG, (128, 128), BF16)) for _ in range(6)]
     *_, other = records = [fp8moe.quantize(x) for x in inputs]
-    assert len(dispatch.cached_plans()) == 1
+    assert len(dispatch.cached_recordings()) == 1
     for q in records[:5]:
         if seen:
             assert same_bits(fp8moe.dequantize(q).numpy(), fp8moe.dequantize(on_cpu(q)))
@@ -219,7 +219,7 @@ def test_later_calls_raise_the_errors_of_first_calls(monkeypatch, align_size):
     for align in (4, 1):
         for _ in range(4):
             fp8moe.pad(x, counts, align)
-    assert len(dispatch.cached_plans()) == 2
+    assert len(dispatch.cached_recordings()) == 2
     assert [outcome() for _ in range(4)] == [first] * 4
 
 
@@ -249,7 +249,7 @@ def test_planned_calls_reject_read_only_outputs(monkeypatch):
     for n in range(1, 5):
         fp8moe.grouped_gemm_wgrad(dy, x, offsets, cuda_on_cpu.Array(out))
         assert (out == 3 * n).all()
-    assert len(dispatch.cached_plans()) == 1
+    assert len(dispatch.cached_recordings()) == 1
     for arguments in ((ReadOnly(out),), ()):
         with pytest.raises(ValueError, match=r"out: got .*ReadOnly, which is read-only"):
             fp8moe.grouped_gemm_wgrad(
@@ -259,7 +259,7 @@ def test_planned_calls_reject_read_only_outputs(monkeypatch):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_launch_plans_depend_on_option_types(monkeypatch):
+def test_recordings_depend_on_option_types(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
 
     @dispatch.operation
@@ -275,7 +275,7 @@ def test_launch_plans_depend_on_option_types(monkeypatch):
             assert (type(got), got) == (type(option), option)
             if isinstance(option, tuple):
                 assert list(map(type, got)) == list(map(type, option))
-    assert len(dispatch.cached_plans()) == len(options)
+    assert len(dispatch.cached_recordings()) == len(options)
 
     @dispatch.operation
     def options_of(x, first, second):
@@ -327,7 +327,7 @@ def discarding(x, offsets):
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("function", [several, discarding])
-def test_launch_plan_frees_temporaries_like_a_direct_call(monkeypatch, function):
+def test_recording_frees_temporaries_like_a_direct_call(monkeypatch, function):
     """Peak memory and remaining memory equal those of a call without a plan: temporaries are allocated only
     when they are needed."""
     x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
@@ -350,17 +350,17 @@ def test_launch_plan_frees_temporaries_like_a_direct_call(monkeypatch, function)
         *got, again = measured(False)
         assert got == wanted
         assert_same(arrays, again)
-    assert len(dispatch.cached_plans()) == 1
+    assert len(dispatch.cached_recordings()) == 1
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_number_of_cached_launch_plans_is_limited(monkeypatch):
+def test_number_of_recordings_is_limited(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(dispatch, "PLANS_KEPT", 4)
+    monkeypatch.setattr(dispatch, "RECORDINGS_KEPT", 4)
     for rows in range(1, 10):
         fp8moe.quantize(cuda_on_cpu.upload(np.ones((rows, 128), np.float32)))
-        assert len(dispatch.cached_plans()) == min(rows, 4)
-    assert dispatch.cached_plans()[-1][1] is not None
+        assert len(dispatch.cached_recordings()) == min(rows, 4)
+    assert dispatch.cached_recordings()[-1][1] is not None
 
 
 @pytest.mark.usefixtures("on_device")
@@ -368,7 +368,7 @@ def test_result_without_memory_raises(monkeypatch):
     x = torch.randn(3, 128)
     fp8moe.quantize(x)
     monkeypatch.setattr(TorchOnDevice, "address", staticmethod(lambda made: 0))
-    dispatch.clear_cached_plans()
+    dispatch.clear_recordings()
     with pytest.raises(TypeError, match="a result: got a Tensor without memory"):
         fp8moe.quantize(x)
 
@@ -397,7 +397,7 @@ def test_calls_of_python_functions_between_user_and_kernel():
     assert 0 < len(later.names[: later.last]) <= 12
 
 
-def test_threads_share_launch_plans(monkeypatch):
+def test_threads_share_recordings(monkeypatch):
     """With more shapes than are cached, plans are made, used and dropped concurrently; all results are
     correct."""
     if not cuda_on_cpu.available:
@@ -413,7 +413,7 @@ def test_threads_share_launch_plans(monkeypatch):
             launch_packed(*arguments)
 
     monkeypatch.setattr(launch, "launch_packed", one_at_a_time)
-    monkeypatch.setattr(dispatch, "PLANS_KEPT", 5)
+    monkeypatch.setattr(dispatch, "RECORDINGS_KEPT", 5)
     uploaded = [cuda_on_cpu.upload(x) for x in inputs]
     fp8moe.quantize(uploaded[0])  # loads the kernel
 
@@ -430,10 +430,10 @@ def test_threads_share_launch_plans(monkeypatch):
             list(threads.map(work, range(4)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(dispatch.cached_plans()) == 5
+    assert len(dispatch.cached_recordings()) == 5
 
 
-def test_tile_counters_of_a_launch_plan_are_zeroed_before_its_first_launch(monkeypatch):
+def test_tile_counters_of_a_recording_are_zeroed_before_its_first_launch(monkeypatch):
     """By as few memsets as hold them, and each product has a counter of its own."""
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
@@ -478,7 +478,7 @@ def test_tile_counters_of_a_launch_plan_are_zeroed_before_its_first_launch(monke
 
 
 def test_row_sources_are_made_once_per_plan_of_rows(monkeypatch):
-    """Within a launch plan; other rows have others."""
+    """Within a recording; other rows have others."""
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
     q = fp8moe.quantize(values(RNG, (40, 128), BF16))
@@ -493,7 +493,7 @@ def test_row_sources_are_made_once_per_plan_of_rows(monkeypatch):
 
     cuda_on_cpu.install(monkeypatch)
     given = [cuda_on_cpu.upload(a) for a in (q, *plans)]
-    expected = cuda_on_cpu.download(four_transposes(*given))  # each with a launch plan of its own
+    expected = cuda_on_cpu.download(four_transposes(*given))  # each with a recording of its own
     permute = importlib.import_module("fp8moe.kernels_cuda.permute")
     launched, run = [], permute.launch
     monkeypatch.setattr(permute, "launch", lambda *a, **options: launched.append(a[1]) or run(*a, **options))
@@ -504,7 +504,7 @@ def test_row_sources_are_made_once_per_plan_of_rows(monkeypatch):
 
 
 def test_every_call_that_writes_to_out_is_counted(monkeypatch):
-    """Also where a cached launch plan makes it, and for the arrays that it has written to alone."""
+    """Also where a recording makes it, and for the arrays that it has written to alone."""
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
@@ -529,7 +529,7 @@ def test_every_call_that_writes_to_out_is_counted(monkeypatch):
         assert times_overwritten(first) == before[0] + 3
 
 
-def test_a_launch_plan_counts_writes_inside_of_its_operation(monkeypatch):
+def test_a_recording_counts_writes_inside_of_its_operation(monkeypatch):
     """Where the caller's memory, or the part of it that was written to, lies in that call."""
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
@@ -551,4 +551,4 @@ def test_a_launch_plan_counts_writes_inside_of_its_operation(monkeypatch):
         quantize_second_half(cuda_on_cpu.upload(x), q)
         assert same_bits(q.data.host[64:], fp8moe.quantize(x).data)
         assert (times_overwritten(q), times_overwritten(half)) == (before[0], before[1] + 1)
-    assert [type(plan).__name__ for _, plan in dispatch.cached_plans()] == ["LaunchPlan"]
+    assert [type(plan).__name__ for _, plan in dispatch.cached_recordings()] == ["Recording"]

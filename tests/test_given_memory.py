@@ -14,7 +14,7 @@ import fp8moe
 from fp8moe.records import ArraySpec
 from fp8moe.runtime import interop
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
-from fp8moe.runtime.workspace import Layout
+from fp8moe.runtime.recording import GivenMemory
 
 RNG = generator()
 GUARD = 512  # bytes around every piece of memory, poisoned too
@@ -36,15 +36,15 @@ def chain(x, offsets):
 
 def test_results_are_outputs_and_temporaries_share_one_workspace():
     x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
-    layout = Layout(lambda a: chain(*a), specs((x, offsets)))
+    memory = GivenMemory(lambda a: chain(*a), specs((x, offsets)))
     wanted = arrays_in(chain(x, offsets))
-    assert [layout.outputs[n].shape for n in layout.leaves[:-1]] == [a.shape for a in wanted[:-1]]
-    assert layout.leaves[-1] == ~1  # offsets, returned unchanged
-    assert layout.aliases == {}
-    (workspace,) = layout.outputs[len(set(layout.leaves)) - 1 :]
+    assert [memory.outputs[n].shape for n in memory.leaves[:-1]] == [a.shape for a in wanted[:-1]]
+    assert memory.leaves[-1] == ~1  # offsets, returned unchanged
+    assert memory.aliases == {}
+    (workspace,) = memory.outputs[len(set(memory.leaves)) - 1 :]
     # at most q (8192 + 512 bytes), the transposed codes (8192), back (16384) and again's compact scales (512)
     assert 16384 + 8192 + 512 <= workspace.nbytes <= 16384 + 8192 + 8192 + 2 * 512
-    names = layout.result(["x", "offsets"], [f"output {i}" for i in range(3)])
+    names = memory.result(["x", "offsets"], [f"output {i}" for i in range(3)])
     assert (names[0].data, names[0].scales, names[1], names[2]) == (
         *("output 0", "output 1", "output 2"),
         "offsets",
@@ -53,15 +53,17 @@ def test_results_are_outputs_and_temporaries_share_one_workspace():
 
 def test_a_call_that_returns_its_arguments_has_no_outputs():
     q = fp8moe.quantize(values(RNG, (4, 128), BF16))
-    layout = Layout(lambda a: fp8moe.to_layout(fp8moe.QuantTensor(*a), "compact"), specs(arrays_in(q)))
-    assert (layout.outputs, layout.leaves) == ([], [~0, ~1])
+    memory = GivenMemory(lambda a: fp8moe.to_layout(fp8moe.QuantTensor(*a), "compact"), specs(arrays_in(q)))
+    assert (memory.outputs, memory.leaves) == ([], [~0, ~1])
 
 
-def test_layouts_raise_the_calls_validation_errors():
+def test_given_memory_raises_the_calls_validation_errors():
     with pytest.raises(ValueError, match="x: got shape"):
-        Layout(lambda a: fp8moe.quantize(*a), specs([np.ones(3, np.float32)]))
+        GivenMemory(lambda a: fp8moe.quantize(*a), specs([np.ones(3, np.float32)]))
     with pytest.raises(TypeError, match=r'num_out_tokens: got "exact".*wanted a number'):
-        Layout(lambda a: fp8moe.pad(*a, 4, num_out_tokens="exact"), specs([np.ones((3, 8)), np.ones(2, int)]))
+        GivenMemory(
+            lambda a: fp8moe.pad(*a, 4, num_out_tokens="exact"), specs([np.ones((3, 8)), np.ones(2, int)])
+        )
 
 
 class Memory:
@@ -95,25 +97,25 @@ def on_cpu(monkeypatch):
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(
-        "fp8moe.runtime.workspace.allocate_scratch",
+        "fp8moe.runtime.recording.allocate_scratch",
         lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8)),
     )
 
 
-def run(layout, arrays):
-    """Runs a layout in new memory; returns results in the form of `function`."""
+def run(memory, arrays):
+    """Runs in new memory; returns results in the form of `function`."""
     arguments = Memory(arrays)
-    made = Memory(layout.outputs)
+    made = Memory(memory.outputs)
     addresses, outputs = arguments.addresses, made.addresses
-    for i, output in layout.aliases.items():
+    for i, output in memory.aliases.items():
         made.arrays[output][...] = arrays[i]
         addresses[i] = 0  # never accessed
-    layout.run(addresses, outputs, int, 0, 0)
+    memory.run(addresses, outputs, int, 0, 0)
     assert made.untouched_around()
     assert arguments.untouched_around()
     for a, b in zip(arguments.arrays, arrays, strict=True):
         np.testing.assert_array_equal(a, b)
-    return layout.result(arrays, made.arrays)
+    return memory.result(arrays, made.arrays)
 
 
 PLAN = fp8moe.plan_topk(RNG.integers(-1, 5, (21, 3)).astype(np.int32), 5, align_size=4)
@@ -145,14 +147,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_results_at_given_addresses_equal_the_calls(name, on_cpu):
     function, arguments = CASES[name]
-    layout = Layout(function, specs(arguments()))
+    memory = GivenMemory(function, specs(arguments()))
     for _ in range(3):  # checked and recorded once, then only launched
         arrays = arguments()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(interop, "framework_of", lambda x, name: interop.NUMPY)
             wanted = function(list(arrays))
-        assert_same(wanted, run(layout, arrays))
-        assert list(layout.plans) == [0]
+        assert_same(wanted, run(memory, arrays))
+        assert list(memory.devices) == [0]
 
 
 def test_accumulated_argument(on_cpu):
@@ -161,17 +163,17 @@ def test_accumulated_argument(on_cpu):
 
     a, b = (RNG.standard_normal((64, 32)).astype(np.float32) for _ in range(2))
     into, offsets = RNG.standard_normal((2, 32, 32)).astype(np.float32), np.array([0, 40, 64], np.int32)
-    layout = Layout(function, specs((a, b, offsets, into)), in_place=[3])
-    assert (layout.aliases, layout.leaves) == ({3: 0}, [0])
+    memory = GivenMemory(function, specs((a, b, offsets, into)), in_place=[3])
+    assert (memory.aliases, memory.leaves) == ({3: 0}, [0])
     for _ in range(3):
-        result = run(layout, (a, b, offsets, into))
+        result = run(memory, (a, b, offsets, into))
         for e, rows in enumerate((slice(0, 40), slice(40, 64))):
             np.testing.assert_allclose(result[e], into[e] + a[rows].T @ b[rows], atol=1e-4)
 
 
 def test_aliased_arguments(on_cpu):
     """The dry run uses distinct addresses."""
-    function = Layout(
+    function = GivenMemory(
         lambda a: fp8moe.grouped_gemm_wgrad(*a),
         specs([np.ones((8, 8), np.float32)] * 2 + [np.ones(2, np.int32)]),
     )
@@ -185,34 +187,36 @@ def test_aliased_arguments(on_cpu):
 def test_unaligned_addresses_are_served_by_other_kernels(on_cpu):
     """Unaligned addresses need the checked path, with other kernels."""
     x = values(RNG, (4, 128), BF16)
-    layout = Layout(lambda a: fp8moe.quantize(*a), specs([x]))
+    memory = GivenMemory(lambda a: fp8moe.quantize(*a), specs([x]))
     room = np.empty(x.nbytes + 32, np.uint8)
     start = -room.ctypes.data % 16 + 2
     room[start : start + x.nbytes] = x.reshape(-1).view(np.uint8)
     for _ in range(2):
-        made = Memory(layout.outputs)
-        layout.run([room.ctypes.data + start], made.addresses, int, 0, 0)
+        made = Memory(memory.outputs)
+        memory.run([room.ctypes.data + start], made.addresses, int, 0, 0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(interop, "framework_of", lambda x, name: interop.NUMPY)
             wanted = fp8moe.quantize(x)
-        assert_same(wanted, layout.result([x], made.arrays))
+        assert_same(wanted, memory.result([x], made.arrays))
 
 
 def test_a_call_that_reads_or_writes_from_the_host(on_cpu, monkeypatch):
     counts = [3, 5]
-    layout = Layout(
+    memory = GivenMemory(
         lambda a: fp8moe.pad(*a, counts, 4, num_out_tokens=16), specs([np.ones((8, 16), np.float32)])
     )
-    assert not layout.only_launches
+    assert not memory.only_launches
     for _ in range(2):
         x = RNG.standard_normal((8, 16)).astype(np.float32)
-        result = run(layout, [x])
+        result = run(memory, [x])
         np.testing.assert_array_equal(result[:3], x[:3])
         np.testing.assert_array_equal(result[4:9], x[3:])
-        assert layout.plans[0].steps is None
-    assert Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
+        assert memory.devices[0].recording is None
+    assert GivenMemory(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
     monkeypatch.setenv("FP8MOE_CHECK", "1")
-    assert not Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
+    assert not GivenMemory(
+        lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])
+    ).only_launches
 
 
 def test_threads_that_make_a_plan_at_once_use_the_same(monkeypatch):
@@ -223,21 +227,21 @@ def test_threads_that_make_a_plan_at_once_use_the_same(monkeypatch):
     kernel = SimpleNamespace(shared=1 << 20, parameters="")
     monkeypatch.setattr(launch, "load_kernel", lambda *arguments: kernel)
     monkeypatch.setattr(launch, "run_steps", lambda steps, *arguments: used.append(steps))
-    both, make_plan = threading.Barrier(2, timeout=30), Layout._make_plan
+    both, make_plan = threading.Barrier(2, timeout=30), GivenMemory._record
 
     def make_at_once(self, device):
         plan = make_plan(self, device)
         both.wait()
         return plan
 
-    monkeypatch.setattr(Layout, "_make_plan", make_at_once)
+    monkeypatch.setattr(GivenMemory, "_record", make_at_once)
     x = values(RNG, (32, 256), BF16)
-    layout = Layout(lambda a: fp8moe.quantize(*a), specs([x]))
+    memory = GivenMemory(lambda a: fp8moe.quantize(*a), specs([x]))
 
     def run(_):
-        arguments, outputs = Memory([x]), Memory(layout.outputs)
-        layout.run(arguments.addresses, outputs.addresses, int, 0, 0)
+        arguments, outputs = Memory([x]), Memory(memory.outputs)
+        memory.run(arguments.addresses, outputs.addresses, int, 0, 0)
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(run, range(2)))
-    assert [id(steps) for steps in used] == [id(layout.plans[0].steps)] * 2
+    assert [id(steps) for steps in used] == [id(memory.devices[0].recording._steps)] * 2

@@ -1,0 +1,510 @@
+"""Recordings: what a call on CUDA allocates and launches, found once for given shapes by a dry run, and
+replayed.
+
+The dry run calls the operation with descriptors in place of arrays (`DeviceArray` whose owner is the number
+of a buffer). The operation's checks, output shapes and launchers run unchanged, but allocations, launches and
+releases are only logged. A launch refers to memory as (buffer, offset in bytes), so that a `Recording` can
+run at any addresses. Either the caller's framework allocates, as the call goes on, or the caller gives all
+memory (`GivenMemory`), as XLA's runtime does for JAX under ``jit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from fp8moe.records import ArraySpec, DeviceArray, Record
+from fp8moe.runtime import checks, counters, interop
+from fp8moe.runtime.call import (
+    NOWHERE,
+    WRITTEN,
+    Call,
+    NotRecordable,
+    count_overwrite,
+    cuda_launch,
+    current,
+    replace_arrays,
+)
+from fp8moe.runtime.interop import NUMPY, Device, Framework, RawArray, load_module, require_cupy
+from fp8moe.runtime.interop.base import Wanted
+from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in, is_metadata, map_arrays
+
+#: descriptors get addresses outside any allocation, a different one for each buffer, aligned as its array is
+FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42
+
+Getter = Callable[[list[Any]], Any]
+
+
+class Buffer(int):
+    """The number of a buffer that the call allocates. Dropping its last reference logs its release."""
+
+    steps: list[Any]
+
+    def __del__(self) -> None:
+        self.steps.append(~self)
+
+
+class DryRun(Call):
+    """A call on descriptors that logs allocations, releases and launches.
+
+    inputs: descriptors of the arguments' arrays, which are the first buffers.
+    buffers: shape and dtype of each buffer. scratch_buffers: those that a launcher asked for.
+    counters: zeroed integers in one of them that no launch has taken yet.
+    made: what launchers make once per recording, by key; alive until the end of the call.
+    steps: n for the allocation of buffer n, ~n for its release; a launch is (function, fixed arguments,
+        values, places), where places are the addresses among the values: (index, buffer, offset in bytes).
+    events: what `fp8moe.trace` counts. uploads: whether the call copies something from the host.
+    argument_of: by the id of the raw form of an argument that holds arrays: its index, from the end.
+    returned: the buffers that are in the result.
+    overwritten: (buffer, offset in bytes) of each array that `count_overwrite` was called for.
+    """
+
+    def __init__(
+        self,
+        described: Iterable[tuple[tuple[int, ...], np.dtype, int]],
+        device: int,
+        framework: Framework,
+    ):
+        """described: shape, dtype and alignment of each array of the arguments."""
+        self.reads_values = False
+        self.device, self.framework = device, framework
+        self.buffers: list[tuple[tuple[int, ...], np.dtype]] = []
+        self.steps: list[Any] = []
+        self.scratch_buffers: set[int] = set()
+        self.counters: list[DeviceArray] = []
+        self.made: dict[Any, Any] = {}
+        self.events: list[tuple[str, Any]] = []
+        self.uploads = False
+        self.argument_of: dict[int, int] = {}
+        self.returned: set[int] = set()
+        self.overwritten: list[tuple[int, int]] = []
+        self.inputs: list[DeviceArray] = []
+        for shape, dtype, align in described:
+            number = len(self.inputs)
+            # address 0 where nothing is launched
+            address = 0 if device == NOWHERE else FIRST_ADDRESS + number * ADDRESS_STEP + align
+            self.inputs.append(DeviceArray(address, shape, dtype, device, number))
+            self.buffers.append((shape, dtype))
+
+    def perform(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if self.device != NOWHERE:
+            arguments = (self.device, 0, self.scratch, self), function, *arguments
+            function = cuda_launch().run_at
+        before, counting = current.call, counters.counting()
+        try:
+            counters.active.set((self.events.append,))
+            current.call = self
+            return function(*arguments, **options)
+        finally:
+            current.call = before
+            counters.active.set(counting)
+
+    _do: Any = staticmethod(operator.call)  # the launchers log their launches
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        number = Buffer(len(self.buffers))
+        number.steps = self.steps
+        self.steps.append(int(number))
+        self.buffers.append((shape, dtype))
+        address = 0 if self.device == NOWHERE else FIRST_ADDRESS + number * ADDRESS_STEP
+        return DeviceArray(address, shape, dtype, int(self.device), number)
+
+    def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
+        self.scratch_buffers.add(len(self.buffers))
+        return self.array(spec.shape, spec.dtype)
+
+    def count_overwrite(self, raw: RawArray) -> None:
+        assert isinstance(raw, DeviceArray)
+        self.overwritten.append((int(raw.owner), raw.start))
+
+    def upload(self, host: np.ndarray) -> RawArray:
+        self.uploads = True
+        if self.device != NOWHERE:
+            raise NotRecordable
+        return self.array(host.shape, host.dtype)
+
+    def to_host(self, raw: RawArray) -> np.ndarray:
+        if self.device != NOWHERE:
+            raise NotRecordable
+        raise TypeError(
+            'num_out_tokens: got "exact", the default for a mask without topk, where values are not known, '
+            "as under jax.jit; wanted a number; pass num_out_tokens as a number, or topk= for a mask"
+        )
+
+    def depends_on_values(self) -> None:
+        raise NotRecordable
+
+    def getters(self, values: Iterable[Any]) -> list[Getter]:
+        """For each value, a function that gets it from a list of the call's buffers and arguments."""
+        getters: list[Getter] = []
+        for value in values:
+            if id(value) in self.argument_of:
+                getters.append(itemgetter(self.argument_of[id(value)]))
+            elif type(value) is DeviceArray:
+                number = int(value.owner)
+                if value.start or tuple(value.shape) != tuple(self.buffers[number][0]):
+                    raise NotRecordable
+                self.returned.add(number)
+                getters.append(itemgetter(number))
+            elif isinstance(value, Record):
+                fields, variable = dict(vars(value)), {}
+                for name, part in vars(value).items():
+                    if type(part) not in METADATA_TYPES and not (type(part) is tuple and is_metadata(part)):
+                        fields[name], variable[name] = None, part  # the fields stay in their order
+                parts = list(zip(variable, self.getters(variable.values()), strict=True))
+                getters.append(partial(_new_record, type(value), fields, parts))
+            elif is_metadata(value):
+                getters.append(partial(_constant, value))
+            elif isinstance(value, tuple):
+                getters.append(partial(_new_tuple, self.getters(value)))
+            else:
+                raise NotRecordable
+        return getters
+
+
+def _new_record(
+    kind: type, fields: dict[str, Any], parts: list[tuple[str, Getter]], values: list[Any]
+) -> Any:
+    new: Any = object.__new__(kind)
+    new.__dict__.update(fields)
+    for name, get in parts:
+        new.__dict__[name] = get(values)
+    return new
+
+
+def _new_tuple(parts: list[Getter], values: list[Any]) -> tuple[Any, ...]:
+    return tuple([get(values) for get in parts])
+
+
+def _constant(value: Any, values: list[Any]) -> Any:
+    return value
+
+
+# ---------------------------------------------------------------- replay
+
+
+class Recording:
+    """A call that can be repeated on other arrays of the same shapes, dtypes and alignments. It holds no
+    memory and never changes: threads share it."""
+
+    def __init__(
+        self,
+        call: DryRun,
+        result: Any = None,
+        written: Sequence[int] = (),
+        places: Sequence[tuple[int, int]] | None = None,
+    ):
+        """written: the inputs that the call writes to. places: for given memory, where each buffer lies:
+        (index of an address, offset in bytes); None: the framework of the call allocates. Raises
+        NotRecordable."""
+        self._device, self._run_steps = call.device, cuda_launch().run_steps
+        self._steps: list[Any] = []
+        if places is not None:
+            for step in call.steps:
+                if type(step) is tuple:
+                    *launch, at = step
+                    moved = [(i, places[b][0], places[b][1] + offset) for i, b, offset in at]
+                    self._steps.append((*launch, moved))
+            return
+        self._held = result  # its buffers would log their release
+        (self._result,) = call.getters((result,))
+        first, framework, wanted = len(call.inputs), call.framework, list[Wanted]()
+        for number, (shape, dtype) in enumerate(call.buffers):
+            wanted.append((shape, dtype, number not in call.returned))
+        self._stream, makers = framework.prepare(call.device, wanted[first:])
+        for step in call.steps:
+            if type(step) is tuple:
+                self._steps.append(step)
+            elif step >= 0:
+                self._steps.append((None, makers[step - first], step, 0 not in wanted[step][0]))
+            else:
+                self._steps.append((None, None, ~step, False))
+        self._num_inputs, self._num_allocated, self._events = first, len(wanted) - first, call.events
+        self._overwritten, self._count_in_framework = call.overwritten, framework.overwritten
+        self._address, self._wrap = framework.address, framework.wrap
+        self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
+        #: every input that is written to with every other input, and their sizes in bytes; each pair once
+        self.pairs: list[tuple[int, int, int, int]] = []
+        for i in written:
+            sizes = [math.prod(s) * d.itemsize for s, d in call.buffers[:first]]
+            others = [j for j in range(first) if j > i or j not in written]
+            self.pairs += [(i, sizes[i], j, sizes[j]) for j in others]
+
+    def fits(self, addresses: list[int]) -> bool:
+        """Whether no input that is written to overlaps another input."""
+        for i, size, j, other in self.pairs:
+            if addresses[j] < addresses[i] + size and addresses[i] < addresses[j] + other:
+                return False
+        return True
+
+    def run(
+        self,
+        addresses: list[int],
+        arrays: list[Any] | None = None,
+        given: Sequence[Any] = (),
+        stream: int | None = None,
+    ) -> Any:
+        """Do the call again. ``arrays``: those in the arguments ``given``, at ``addresses``; both lists are
+        extended by what the call allocates, on the framework's stream. None: ``addresses`` are those of
+        ``places``; nothing is allocated, counted or returned."""
+        if arrays is None:
+            self._run_steps(self._steps, [], addresses, None, self._device, stream)
+            return None
+        for number, start in self._overwritten:
+            if number < self._num_inputs:  # before the launches: an interrupt may come after them
+                count_overwrite((self._device, addresses[number] + start))
+                self._count_in_framework(arrays[number])
+        arrays += [None] * self._num_allocated
+        addresses += [0] * self._num_allocated
+        if self._steps:
+            self._run_steps(self._steps, arrays, addresses, self._address, self._device, self._stream())
+        for count in counters.counting():
+            for event in self._events:
+                count(event)
+        for number, start in self._overwritten:
+            if number >= self._num_inputs:
+                count_overwrite((self._device, addresses[number] + start))
+        for number in self._to_wrap:
+            arrays[number] = self._wrap(arrays[number])
+        arrays += given
+        return self._result(arrays)
+
+
+def record(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    framework: Framework,
+    device: int,
+    described: Sequence[tuple[tuple[int, ...], np.dtype, int]],
+) -> Recording:
+    """Record a call for which the framework of its arrays allocates. names: of the function's parameters.
+    Raises NotRecordable."""
+    call = DryRun(described, device, framework)
+    given = (*arguments, *options.values())
+    raw: list[Any] = []
+    written: list[int] = []
+    inputs = call.inputs[::-1]
+    labels = [*names[: len(arguments)], *[""] * (len(arguments) - len(names)), *options]
+    for name, value in zip(labels, given, strict=True):
+        before = len(described) - len(inputs)
+        is_array = interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
+        if is_array or isinstance(value, (Record, tuple)):
+            value = inputs.pop() if is_array else replace_arrays(lambda *_: inputs.pop(), value, name)
+            call.argument_of[id(value)] = len(raw) - len(given)
+        raw.append(value)
+        if name in WRITTEN:
+            written += range(before, len(described) - len(inputs))
+    if written and not framework.always_writable:
+        raise NotRecordable
+    count = len(arguments)
+    named = dict(zip(options, raw[count:], strict=True))
+    result = call.perform(function, *raw[:count], **named)
+    return Recording(call, result, written)
+
+
+# ---------------------------------------------------------------- memory that the caller gives
+
+ALIGNMENT = 256  # bytes, of a temporary in the workspace, as of cudaMalloc
+
+
+class GivenMemory:
+    """The memory that the caller of ``function``, which is called with a list of arrays, has to allocate, as
+    follows from shapes alone. Each array that the call returns is an output of its own; temporaries share
+    one workspace, where those that are not alive at the same time overlap.
+
+    arguments: the arrays' shapes and dtypes. in_place: which of them the function adds to and returns.
+
+    outputs: an `ArraySpec` of each array to allocate; the last one is the workspace, where one is needed.
+    aliases: by the number of an argument that is changed in place, the number of its output.
+    leaves: for each array of the result the number of its output, or ~i where it is argument i, unchanged.
+    only_launches: whether the call copies nothing from the host, so that a CUDA graph can capture it.
+    devices: what is launched, by device.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Any],
+        arguments: Sequence[ArraySpec],
+        in_place: Collection[int] = (),
+    ):
+        self._function, self._arguments = function, arguments
+        self.devices: dict[int, OnDevice] = {}
+        call = _descriptors(arguments, NOWHERE)
+        result = call.perform(function, list(call.inputs))
+        inputs, specs = len(arguments), [ArraySpec(*buffer) for buffer in call.buffers]
+        buffers = [int(a.owner) for a in arrays_in(result)]
+        self._result = map_arrays(lambda a: replace(a, owner=None), result)
+        made = dict.fromkeys(n for n in buffers if n >= inputs or n in in_place)  # each once, in order
+        number_of = {n: i for i, n in enumerate(made)}
+        self.outputs = [specs[n] for n in made]
+        self.aliases = {n: i for n, i in number_of.items() if n < inputs}
+        self.leaves = [number_of.get(n, ~n) for n in buffers]
+        self.only_launches = not call.uploads and not checks.reads_values()
+        offsets, size = _pack(call.steps, specs, made)
+        #: of each buffer: the number of the array among arguments and outputs that it lies in, and its offset
+        self._places = [
+            (inputs + number_of[n], 0) if n in made else (n if n < inputs else inputs + len(made), offsets[n])
+            for n in range(len(specs))
+        ]
+        if size:
+            self.outputs.append(ArraySpec((size,), np.dtype(np.uint8)))
+
+    def result(self, arrays: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """What the call returns, made of its arguments' arrays and its outputs."""
+        picked = (arrays[~n] if n < 0 else outputs[n] for n in self.leaves)
+        return map_arrays(lambda a: next(picked), self._result)
+
+    def run(
+        self,
+        arguments: Sequence[Any],
+        outputs: Sequence[Any],
+        address_of: Callable[[Any], int],
+        device: int,
+        stream: int,
+    ) -> None:
+        """Do the call on a CUDA device's stream, which may be capturing. Of an argument that is changed in
+        place, the output's address is used."""
+        arrays = [*arguments, *outputs]
+        # one, also where two threads make it at once: graphs captured with it use its scratch memory
+        there = self.devices.get(device) or self.devices.setdefault(device, self._record(device))
+        addresses = [address_of(arrays[i]) for i in there.needed]
+        if there.recording is None or functools.reduce(operator.or_, addresses, 0) & 15:
+            self._run_now([address_of(a) for a in arrays], device, stream)
+            return
+        with there.one_at_a_time:
+            if there.scratch:
+                addresses.append(there.memory_on(device, stream))
+            there.recording.run(addresses, stream=stream)
+
+    def _record(self, device: int) -> OnDevice:
+        """Record what is launched."""
+        call = _descriptors(self._arguments, device)
+        try:
+            if checks.reads_values():
+                raise NotRecordable
+            call.perform(self._function, list(call.inputs))
+        except NotRecordable:  # every run calls the function
+            return OnDevice(None, [], 0)
+        following, scratch = iter(self._places), 0
+        places: list[tuple[int, int]] = []  # as `_places`, of this dry run; array -1 is scratch memory
+        for number, buffer in enumerate(call.buffers):
+            if number in call.scratch_buffers:
+                places.append((-1, scratch))
+                scratch += _rounded(ArraySpec(*buffer).nbytes)
+            else:
+                places.append(next(following))
+        launches = [step for step in call.steps if type(step) is tuple]
+        needed = sorted({places[b][0] for *_, at in launches for _, b, _ in at} - {-1})
+        index = {**{a: i for i, a in enumerate(needed)}, -1: len(needed)}
+        indexed = [(index.get(array, -1), offset) for array, offset in places]
+        return OnDevice(Recording(call, places=indexed), needed, scratch)
+
+    def _run_now(self, addresses: list[int], device: int, stream: int) -> None:
+        memory = _Memory((addresses[array] + offset for array, offset in self._places), stream)
+        call = Call()
+        call.device, call.framework = device, memory
+        call.perform(self._function, [memory.empty(spec, device) for spec in self._arguments])
+
+
+def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> Any:
+    """Shapes and dtypes of what ``function`` returns when it is called with a list of such arrays. Dimensions
+    may be symbols, as in torch.compile."""
+    call = _descriptors(arguments, NOWHERE)
+    return map_arrays(lambda a: ArraySpec(a.shape, a.dtype), call.perform(function, list(call.inputs)))
+
+
+def _descriptors(arguments: Sequence[ArraySpec], device: int) -> DryRun:
+    return DryRun([(tuple(a.shape), a.dtype, 0) for a in arguments], device, NUMPY)
+
+
+class OnDevice:
+    """A call on one device: its recording (None where it depends on values), the numbers of the arrays whose
+    addresses it needs, and the size of its scratch memory in bytes, whose address comes last."""
+
+    def __init__(self, recording: Recording | None, needed: list[int], scratch: int):
+        self.one_at_a_time = threading.Lock()
+        self._memory: dict[int, Any] = {}  # by stream
+        self.recording, self.needed, self.scratch = recording, needed, scratch
+
+    def memory_on(self, device: int, stream: int) -> int:
+        """The address of scratch memory. All calls on a stream share it, as they run one after the other, and
+        so do the graphs captured from it; it lives as long as this object."""
+        if stream not in self._memory:
+            relaxed = load_module("fp8moe.kernels_cuda.runtime.driver").while_capturing
+            self._memory[stream] = relaxed(allocate_scratch, self.scratch, device, stream)
+        return self._memory[stream].ptr
+
+
+class _Memory(Framework):
+    """Hands out given addresses, one after the other, as the memory that a call on a stream allocates."""
+
+    def __init__(self, addresses: Iterator[int], stream: int):
+        self._addresses, self._stream = addresses, stream
+
+    def empty(self, spec: ArraySpec, device: Device) -> DeviceArray:
+        return DeviceArray(next(self._addresses), tuple(spec.shape), spec.dtype, int(device), None)
+
+    def scratch(self, spec: ArraySpec, device: Device) -> DeviceArray:
+        memory = allocate_scratch(spec.nbytes, int(device), self._stream)
+        return DeviceArray(memory.ptr, tuple(spec.shape), spec.dtype, int(device), memory)
+
+    def stream(self, device: Device) -> int:
+        return self._stream
+
+
+def allocate_scratch(nbytes: int, device: int, stream: int) -> Any:
+    """Scratch memory of launchers, from CuPy's pool: it is small and not known before the launch."""
+    cupy = require_cupy("scratch memory")
+    with cupy.cuda.Device(device), _stream(stream):
+        return cupy.cuda.alloc(nbytes)
+
+
+class _Stream:
+    """A stream that another library owns, by the ``__cuda_stream__`` protocol."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+@functools.cache
+def _stream(address: int) -> Any:
+    return require_cupy("a stream").cuda.Stream.from_external(_Stream(address))
+
+
+def _pack(steps: list[Any], specs: list[ArraySpec], returned: Collection[int]) -> tuple[list[int], int]:
+    """The offset in the workspace of each allocation that is not returned (0 for others), and its size."""
+    offsets, live, size = [0] * len(specs), dict[int, tuple[int, int]](), 0
+    for step in steps:
+        number = step if step >= 0 else ~step
+        if number in returned:
+            continue
+        if step < 0:
+            del live[number]
+            continue
+        wanted = _rounded(specs[number].nbytes)
+        start = 0
+        for first, end in sorted(live.values()):
+            if first - start >= wanted:
+                break
+            start = max(start, end)
+        offsets[number], live[number] = start, (start, start + wanted)
+        size = max(size, start + wanted)
+    return offsets, size
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
