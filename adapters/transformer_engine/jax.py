@@ -4,7 +4,7 @@ Arguments, order and results are the same, with gradients for rows and probabili
 Unlike in the original, NaN values are not hidden: an expert's output for a token reaches the token's sum.
 Padding, which belongs to no token, is never read.
 
-    from fp8moe.adapters import transformer_engine_jax as permutation
+    import fp8moe.transformer_engine.jax as permutation
 """
 
 from __future__ import annotations
