@@ -32,7 +32,8 @@ with needs("torchtitan"):
 
 from fp8moe import Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
-from fp8moe.adapters.torch.functional import gates_before_ups, moe_experts
+from fp8moe.adapters.torch.functional import moe_experts
+from fp8moe.adapters.torch.operands import gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.layer.options import LayerOptions

@@ -47,7 +47,8 @@ import fp8moe
 from fp8moe import Activation
 from fp8moe.activation import GATED, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
-from fp8moe.adapters.torch.functional import gates_before_ups, moe_experts
+from fp8moe.adapters.torch.functional import moe_experts
+from fp8moe.adapters.torch.operands import gates_before_ups
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import RecipeName
 

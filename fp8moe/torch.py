@@ -8,8 +8,9 @@ from fp8moe.adapters.torch.distributed.deep_ep import DeepEPEngine, DeepEPRoute
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
 from fp8moe.adapters.torch.distributed.symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
 from fp8moe.adapters.torch.fsdp import padded_elements, shard_placement
-from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted, quantize_fp8_weights
+from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.ops import (
     as_float8,
     dequantize,

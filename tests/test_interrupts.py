@@ -15,8 +15,8 @@ from cases import BF16, generator
 from interrupts import at_moments
 
 import fp8moe
-from fp8moe.adapters.torch.functional import quantize_fp8_weights
 from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.weights import weights_unchanged
 from fp8moe.ops.quantize import times_overwritten
 from fp8moe.runtime import call, counters, scopes

@@ -15,7 +15,8 @@ from oracles import torch_swiglu
 import fp8moe
 from fp8moe import Activation
 from fp8moe.activation import SWIGLU
-from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted, quantize_fp8_weights
+from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.layer.permuted_rows import place_rows, unpad_rows
 from fp8moe.layer.recipes import RECIPES
 from fp8moe.records import ArraySpec

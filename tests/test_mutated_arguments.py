@@ -16,8 +16,8 @@ import fp8moe
 import fp8moe.torch
 from fp8moe import RouterConfig
 from fp8moe.adapters.torch import ops as torch_ops
-from fp8moe.adapters.torch.functional import quantize_fp8_weights
 from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.router import Router
 from fp8moe.records import Record
 from fp8moe.runtime.record_trees import map_arrays

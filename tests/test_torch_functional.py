@@ -15,13 +15,9 @@ import fp8moe
 import fp8moe.torch
 from fp8moe import Activation
 from fp8moe.adapters.torch import ops as torch_ops
-from fp8moe.adapters.torch.functional import (
-    moe_experts,
-    moe_experts_permuted,
-    parts_of_bias,
-    quantize_fp8_weights,
-)
+from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.operands import parts_of_bias, quantize_fp8_weights
 from fp8moe.layer import checks as layer_checks
 from fp8moe.layer import moe
 from fp8moe.layer.saved import Saved

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8moe
 import fp8moe.torch
-from fp8moe.activation import SWIGLU
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.experts import Options, Targets
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.library import OPERATORS
+from fp8moe.layer.options import LayerOptions
 from fp8moe.records import Record
 from fp8moe.runtime.record_trees import arrays_in
 
@@ -907,7 +907,7 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
     formats = "" if recipe == "bf16" else "e4m3,e4m3"
     gradients = "dx,dprobs,dw13,dw2", False, False, False, False, formats
-    every = Options(recipe, recompute, 0, SWIGLU, None, None, None, False, *gradients)
+    every = Options(LayerOptions(recipe, recompute), 0, None, False, *gradients)
     for options in (every, every._replace(gradients="dx,dprobs"), every._replace(gradients="")):
         arguments = forward.flatten((x, gemm_weights, ids, probs, options))
         torch.library.opcheck(forward.op, arguments, test_utils=tests)

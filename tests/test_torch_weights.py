@@ -19,8 +19,8 @@ import fp8moe
 import fp8moe.torch
 from fp8moe import RouterConfig
 from fp8moe.adapters.torch import weights as torch_weights
-from fp8moe.adapters.torch.functional import quantize_fp8_weights
 from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.router import Router
 from fp8moe.adapters.torch.sharding import LoadPlanner
 from fp8moe.adapters.torch.weights import FP8Weights, weights_unchanged

@@ -44,6 +44,7 @@ from fp8moe.adapters.torch.library import (
     refuse_export,
     spec_of,
 )
+from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
 from fp8moe.adapters.torch.stats import Collector
 from fp8moe.expert_parallel.protocols import Engine, Route, chunks_of, implements
 from fp8moe.formats import BFLOAT16
@@ -58,13 +59,10 @@ from fp8moe.runtime import checks
 from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in, field_names, map_arrays
 from fp8moe.runtime.recording import result_specs
 
-#: block of FP8 weights, with codes and scales of both orientations
-FP8_BLOCK = (128, 128)
-
 
 @as_arguments
 class Options(NamedTuple):
-    """Arguments of `experts` other than tensors.
+    """Arguments of `experts` other than tensors, and what follows from its tensors.
 
     w13_is_pair: whether w13 is given as w1 and w3. gradients: names of the gradients, separated by commas.
     for_statistics: whether to save what the statistics are computed from, also if no backward follows.
@@ -73,12 +71,8 @@ class Options(NamedTuple):
     formats: of w13's and w2's codes, for operators, which get these as plain tensors.
     """
 
-    recipe: str
-    recompute: str | None
+    layer: LayerOptions
     align_size: int
-    activation: Activation
-    backend: str | None
-    num_sms: int | None
     ffn: int | None
     w13_is_pair: bool
     gradients: str
@@ -118,20 +112,12 @@ _MAIN_GRADS = "targets_main_grad13", "targets_main_grad3", "targets_main_grad2"
 
 def experts(
     x: Tensor,
-    w13: Tensor | tuple[Tensor, Tensor] | None,
-    w2: Tensor | None,
+    weights: Operands,
     topk_ids: Tensor,
     topk_probs: Tensor,
-    gemm_weights: Sequence[Any],
+    layer: LayerOptions,
     *,
-    recipe: str,
-    recompute: str | None,
-    activation: Activation,
-    backend: str | None = None,
-    num_sms: int | None = None,
     comm: Any = None,
-    ffn: int | None = None,
-    parameters: Sequence[Tensor | None] | None = None,
     handle: Tensor | None = None,
     collector: Collector | None = None,
     align_size: int = 0,
@@ -142,13 +128,8 @@ def experts(
     x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, with the dtypes of `fp8moe.moe_forward`.
     align_size: if nonzero, rows are already permuted, and these three are x, tokens_per_expert and probs of
         `fp8moe.moe_forward_permuted`.
-    w13, w2: only for their gradients; None if they have none. For "fp8_flow" w13 may be the pair (w1, w3).
-    gemm_weights: the products' actual operands instead of w13 and w2, `Quantized` or arrays.
-    backend, num_sms: as in `fp8moe.moe_forward`. Compiled code checks during tracing whether the products
-        support them; eager callers check with `check_backend` before they quantise.
-    ffn: F, if ``gemm_weights`` is padded with zeros, as in `fp8moe.moe_backward`; for "fp8_flow".
-    parameters: the parameters that w13 and w2 are parts of, if they are not parameters themselves: their
-        ``main_grad`` is used.
+    layer: compiled code checks during tracing whether the GEMMs support its backend and num_sms; eager
+        callers check with `check_backend` before they quantise.
     handle: from `handle_of`; compiled code finds the layer by it, to set ``grad_added_to_main_grad`` of its
         parameters.
     collector: of statistics, in eager mode.
@@ -161,24 +142,25 @@ def experts(
     that share memory, because Megatron expects a ``grad`` and discards it; otherwise its ``grad`` remains
     None.
     """
+    (w13, w2), gemm_weights, ffn, parameters = weights
     w1, w3 = w13 if isinstance(w13, tuple) else (w13, None)  # w1 is all of w13 if there is no w3
+    if gemm_weights is None:
+        gemm_weights = [w.detach().to(x.dtype) for w in (w13, w2)]
     inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w1), ("dw13", w3), ("dw2", w2))
     parameters = (w1, w3, w2) if parameters is None else (parameters[0], None, parameters[1])
     recording = torch.is_grad_enabled()
     needed = {name: recording and t is not None and t.requires_grad for name, t in reversed(inputs)}
     needed["dw13"] |= recording and w3 is not None and w3.requires_grad
     gradients = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
-    checks.options("activation", activation, Activation)
-    products = align_size, activation, backend, num_sms
     announced = announced or {}
     told = announced.get("gathers_bias", False), "router" in announced, announced.get("sums_router", False)
     saves = ",".join(gradients), collector is not None
-    options = Options(recipe, recompute, *products, ffn, w3 is not None, *saves, *told)
-    weights = w1, w3, w2
+    options = Options(layer, align_size, ffn, w3 is not None, *saves, *told)
+    masters = w1, w3, w2
     if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators()):
         rest = parameters, comm, handle, collector, options
-        return _Experts.apply(x, *weights, topk_probs, topk_ids, gemm_weights, *rest)
-    refuse_export(x, *weights, topk_probs)
+        return _Eager.apply(x, *masters, topk_probs, topk_ids, gemm_weights, *rest)
+    refuse_export(x, *masters, topk_probs)
     options = _with_formats(options, gemm_weights)
     tensors = [t for w in gemm_weights for t in arrays_in(w)]
     mains = _mains(parameters, gradients)
@@ -186,38 +168,25 @@ def experts(
     first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
     targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
     if comm is not None:
-        operands = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
-        return _experts_over_ranks_op(*operands, targets, options)[0]
-    return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
+        operands = x, topk_ids, topk_probs, *masters, tensors, handle_of_comm(comm)
+        return _forward_over_ranks_op(*operands, targets, options)[0]
+    return _Compiled.apply(x, *masters, topk_probs, topk_ids, tensors, targets, options)
 
 
-def check_backend(
-    x: Tensor,
-    backend: str | None,
-    num_sms: int | None,
-    *,
-    recipe: Any,
-    activation: Activation,
-    **layer: Any,
-) -> None:
-    """`fp8moe.layer.checks.check_backend` for x's device."""
-    if backend is not None or num_sms is not None:
-        device = "cpu" if x.device.type == "cpu" else x.device.index
-        options = LayerOptions(recipe, activation=activation, backend=backend, num_sms=num_sms)
-        layer_checks.check_backend(options, device, **layer)
+def check_backend(x: Tensor, layer: LayerOptions, **sizes: Any) -> None:
+    """`fp8moe.layer.checks.check_backend` for x's device, if the options limit the GEMMs."""
+    if layer.limits_gemms:
+        layer_checks.check_backend(layer, "cpu" if x.device.type == "cpu" else x.device.index, **sizes)
 
 
 def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
     """`check_backend` for fake tensors, whose sizes become static thereby."""
-    if options.backend is None and options.num_sms is None:
+    if not options.layer.limits_gemms:
         return
     w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
     check_backend(
         x,
-        options.backend,
-        options.num_sms,
-        recipe=options.recipe,
-        activation=options.activation,
+        options.layer,
         dtype=str(x.dtype).removeprefix("torch."),
         experts=int(w13[0]),
         hidden=int(w13[2]),
@@ -270,10 +239,7 @@ def _call_forward(
     handle: Tensor | None = None,
 ) -> tuple[Any, Saved]:
     """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. handle: as in `experts`."""
-    operands = x, *weights, ids, probs
-    gradients = _names(options.gradients)
-    how: Any = options.recipe, options.recompute, options.activation, options.backend, options.num_sms
-    operands = *operands, LayerOptions(*how)
+    operands, gradients = (x, *weights, ids, probs, options.layer), _names(options.gradients)
     if options.align_size:
         return moe.forward_permuted(*operands, align_size=options.align_size, gradients=gradients)
     kept = gradients
@@ -298,7 +264,7 @@ class _Placeholder:
 _PLACEHOLDER = _Placeholder()
 
 
-class _Experts(torch.autograd.Function):
+class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, handle, collector, options):  # type: ignore[no-untyped-def]
         forward: Any = _forward_by_operator if dispatch_modes() else _call_forward
@@ -358,7 +324,7 @@ def _saved_by_autograd(ctx: Any) -> Saved:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        codes = ctx.options.recipe != "bf16"
+        codes = ctx.options.layer.precision.quantizes
         changed = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
         what = f"w13, w2: got {changed}"
         if re.search(r"\b(Int|Long)Tensor", str(error)):
@@ -389,7 +355,7 @@ def _forward_by_operator(
     tensors = [t for w in gemm_weights for t in arrays_in(w)]
     options = _with_formats(options, gemm_weights)
     if comm is None:
-        y, *saved_tensors = _experts_op.run(x, tensors, ids, probs, options)
+        y, *saved_tensors = _forward_op.run(x, tensors, ids, probs, options)
         if not options.saves:
             return y, None
         _, saved_like = _known_results(_specs(x, ids, probs, gemm_weights), options)
@@ -397,7 +363,7 @@ def _forward_by_operator(
         of_comm = getattr(comm, "handle", None)
         operands = x, ids, probs, None, None, None, tensors, handle_of(comm) if of_comm is None else of_comm
         targets = _NO_TARGETS._replace(handle=handle)
-        y, *results = _experts_over_ranks_op.run(*operands, targets, options)
+        y, *results = _forward_over_ranks_op.run(*operands, targets, options)
         if not results:
             return y, None
         description, *saved_tensors = results
@@ -474,30 +440,32 @@ def _num_rows(x: Tensor, ids: Tensor, options: Options) -> int:
 
 
 def _forward_flops(x: Tensor, gemm_weights: list[Tensor], ids: Tensor, options: Options) -> int:
-    w2 = gemm_weights[1 if options.recipe == "bf16" else 4]  # [E, H, F]
+    w2 = gemm_weights[4 if options.layer.precision.quantizes else 1]  # [E, H, F]
     sizes = _num_rows(x, ids, options), x.shape[1], options.ffn or w2.shape[2]
-    return 2 * _multiplications(("h", "y"), *sizes, options.activation)
+    return 2 * _multiplications(("h", "y"), *sizes, options.layer.activation)
 
 
 def _backward_flops(dy: Tensor, backward_weights: list[Tensor], ids: Tensor, options: Options) -> int:
-    w2 = backward_weights[1 if options.recipe == "bf16" else -2]  # [E, H, F], codes [E, F, H]
+    w2 = backward_weights[-2 if options.layer.precision.quantizes else 1]  # [E, H, F], codes [E, F, H]
     ffn = options.ffn or w2.numel() // (w2.shape[0] * dy.shape[1])
-    products = _products_of_backward(_names(options.gradients), options.recompute)
-    return 2 * _multiplications(products, _num_rows(dy, ids, options), dy.shape[1], ffn, options.activation)
+    products = _products_of_backward(_names(options.gradients), options.layer.recompute)
+    return 2 * _multiplications(
+        products, _num_rows(dy, ids, options), dy.shape[1], ffn, options.layer.activation
+    )
 
 
 def _multiplications_of(
     source: Saved | SavedForWeights, rows: int, hidden: int, requested: Collection[str], options: Options
 ) -> int:
     """Of a backward in eager mode, or of its second half."""
-    halves = options.activation.columns(1)
+    halves = options.layer.activation.columns(1)
     if isinstance(source, Saved):
         w2 = source.w2.columnwise if isinstance(source.w2, Quantized) else source.w2
-        ffn, products = w2.shape[2], _products_of_backward(requested, options.recompute)
+        ffn, products = w2.shape[2], _products_of_backward(requested, options.layer.recompute)
     else:
         ffn = source.dh.shape[1] // halves if source.a is None else source.a.shape[1]
         products = list(requested)
-    return _multiplications(products, rows, hidden, options.ffn or ffn, options.activation)
+    return _multiplications(products, rows, hidden, options.ffn or ffn, options.layer.activation)
 
 
 # ---- the backward, or its two halves if torch.autograd.grad requests the gradients of some inputs only
@@ -546,7 +514,7 @@ def _mains(weights: Any, gradients: Collection[str]) -> list[Tensor | None]:
 def _in_halves(options: Options) -> bool:
     """Whether the gradients of gates and ups are computed as a pair: if the weights are a pair, or if padding
     must be cut from each half."""
-    return options.w13_is_pair or (options.ffn is not None and options.activation.gated)
+    return options.w13_is_pair or (options.ffn is not None and options.layer.activation.gated)
 
 
 def _gradients(
@@ -615,10 +583,10 @@ def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
 # it.
 
 
-class _CompiledExperts(torch.autograd.Function):
+class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, targets, options):  # type: ignore[no-untyped-def]
-        y, *saved = _experts_op(x, gemm_weights, ids, probs, options)
+        y, *saved = _forward_op(x, gemm_weights, ids, probs, options)
         backward_weights = _backward_weights(gemm_weights, options)
         if options.gradients:
             ctx.save_for_backward(ids, probs, *backward_weights, *saved)
@@ -633,7 +601,7 @@ class _CompiledExperts(torch.autograd.Function):
         ids, probs, *rest = ctx.saved_tensors
         backward_weights, saved = rest[: ctx.num_backward_weights], rest[ctx.num_backward_weights :]
         operands = dy.contiguous(), saved, backward_weights, ids, probs
-        grads = _experts_backward_op(*operands, ctx.targets, ctx.options)
+        grads = _backward_op(*operands, ctx.targets, ctx.options)
         dx, dprobs, *weight_grads = _returned_gradients(grads, ctx.targets, ctx.options, probs)
         return dx, *weight_grads, dprobs, *[None] * 4
 
@@ -641,9 +609,9 @@ class _CompiledExperts(torch.autograd.Function):
 def _backward_weights(gemm_weights: list[Tensor], options: Options) -> list[Tensor]:
     """The operands of the backward's products, of those of the forward: row-wise codes are used in the
     forward only, except with recompute."""
-    if options.recipe == "bf16":
+    if not options.layer.precision.quantizes:
         return gemm_weights
-    return [*(gemm_weights[:2] if options.recompute else ()), *gemm_weights[2:4], *gemm_weights[6:]]
+    return [*(gemm_weights[:2] if options.layer.recompute else ()), *gemm_weights[2:4], *gemm_weights[6:]]
 
 
 def _returned_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
@@ -700,7 +668,7 @@ def _with_formats(options: Options, gemm_weights: Sequence[Any]) -> Options:
 
 def _weights(options: Options, tensors: Any) -> Any:
     """w13 and w2 from their arrays, in the order of `arrays_in`."""
-    if options.recipe == "bf16":
+    if not options.layer.precision.quantizes:
         return tuple(tensors)
     first, second = options.formats.split(",")
     sides = _sides_of(tensors, (False, True, False, True), (first, first, second, second))
@@ -709,7 +677,7 @@ def _weights(options: Options, tensors: Any) -> Any:
 
 def _saved_weights(options: Options, tensors: Any) -> tuple[Any, Any]:
     """Weights in the form of `Saved`, which does not contain codes that only the forward uses."""
-    if options.recipe == "bf16":
+    if not options.layer.precision.quantizes:
         return tuple(tensors)  # type: ignore[return-value]
     both = len(tensors) == 6  # of w13; of w2 only the column-wise codes are saved
     first, second = options.formats.split(",")
@@ -746,7 +714,7 @@ def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
     return tuple((s.shape, s.dtype) for s in specs)
 
 
-def _experts_fake(
+def _forward_fake(
     x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Tensor]:
     weights = _weights(options, gemm_weights)
@@ -757,10 +725,10 @@ def _experts_fake(
 
 @operator(
     "experts",
-    fake=_experts_fake,
+    fake=_forward_fake,
     flops=lambda x, weights, ids, probs, options: _forward_flops(x, weights, ids, options),
 )
-def _experts_op(
+def _forward_op(
     x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
     y, saved = _forward(x, ids, probs, _weights(options, gemm_weights), options)
@@ -834,7 +802,7 @@ def _saved(like: Saved, saved_tensors: Any, backward_weights: Any, options: Opti
     fake=_fake_gradients,
     flops=lambda dy, _, weights, ids, *rest: _backward_flops(dy, weights, ids, rest[-1]),
 )
-def _experts_backward_op(
+def _backward_op(
     dy: Tensor,
     saved_tensors: list[Tensor],
     backward_weights: list[Tensor],
@@ -898,7 +866,7 @@ def _results_of_backward(
 # torch.autograd.Function.
 
 
-def _experts_over_ranks_fake(
+def _forward_over_ranks_fake(
     x: Tensor,
     ids: Tensor,
     probs: Tensor,
@@ -929,11 +897,11 @@ def _experts_over_ranks_fake(
 
 @operator(
     "experts_over_ranks",
-    fake=_experts_over_ranks_fake,
+    fake=_forward_over_ranks_fake,
     flops=lambda x, ids, *rest: _forward_flops(x, rest[4], ids, rest[-1]),
 )
 @torch.compiler.disable  # Dynamo traces code that runs between two graphs
-def _experts_over_ranks_op(
+def _forward_over_ranks_op(
     x: Tensor,
     ids: Tensor,
     probs: Tensor,
@@ -1005,7 +973,7 @@ def _described_by(metadata: Tensor) -> Saved:
     return saved
 
 
-def _over_ranks_backward_fake(
+def _backward_over_ranks_fake(
     dy: Tensor,
     saved_metadata: Tensor,
     saved_tensors: list[Tensor],
@@ -1021,11 +989,11 @@ def _over_ranks_backward_fake(
 @operator(
     "experts_over_ranks_backward",
     writes=_MAIN_GRADS,
-    fake=_over_ranks_backward_fake,
+    fake=_backward_over_ranks_fake,
     flops=lambda dy, _, __, weights, ids, *rest: _backward_flops(dy, weights, ids, rest[-1]),
 )
 @torch.compiler.disable
-def _experts_over_ranks_backward_op(
+def _backward_over_ranks_op(
     dy: Tensor,
     saved_metadata: Tensor,
     saved_tensors: list[Tensor],
@@ -1041,7 +1009,7 @@ def _experts_over_ranks_backward_op(
 
 
 def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ids, probs, *_, gemm_weights, comm, targets, options = _experts_over_ranks_op.unflatten(inputs)
+    _, ids, probs, *_, gemm_weights, comm, targets, options = _forward_over_ranks_op.unflatten(inputs)
     if not options.gradients:
         return
     ctx.save_for_backward(*output[1:], ids, probs, *_backward_weights(gemm_weights, options))
@@ -1054,7 +1022,7 @@ def _backward_over_ranks(ctx: Any, grads: Any) -> Any:
     saved_metadata, *saved = ctx.saved_tensors
     saved_tensors, (ids, probs, *backward_weights) = saved[: ctx.num_saved - 1], saved[ctx.num_saved - 1 :]
     operands = grads[0].contiguous(), saved_metadata, saved_tensors, backward_weights, ids, probs, ctx.comm
-    operator = _experts_over_ranks_backward_op
+    operator = _backward_over_ranks_op
     results = operator.op(*operator.flatten((*operands, ctx.targets, ctx.options)))
     dx, dprobs, *weight_grads = _returned_gradients(results, ctx.targets, ctx.options, probs)
     return dx, None, dprobs, *weight_grads, [None] * ctx.num_gemm_weights, *[None] * ctx.num_others

@@ -1,5 +1,9 @@
-"""The experts in bfloat16, between this library's permutation and unpermutation: with its own grouped matrix
-product on Hopper, where that is 2 to 5 % faster, and with torch's on other architectures."""
+"""The recipe "bf16" composed of public operations that torch's autograd differentiates: permutation, two
+grouped GEMMs, activation, unpermutation.
+
+It is the second implementation of that recipe, beside the core's, because its GEMMs can be torch's, which are
+the fastest on every architecture but Hopper. There this library's are 2 to 5 % faster.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,49 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.distributed import process_group as torch_distributed
+from fp8moe.adapters.torch.experts import main_grad_of
 from fp8moe.adapters.torch.halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch.library import once_differentiable
+from fp8moe.adapters.torch.operands import Operands
 from fp8moe.adapters.torch.operation import on_hopper
 from fp8moe.expert_parallel import DispatchedRows
-from fp8moe.expert_parallel.protocols import Settings, capacity_of, check_comm
+from fp8moe.expert_parallel.protocols import Settings, capacity_of, check_comm, chunks_of
+from fp8moe.layer.options import LayerOptions
 from fp8moe.ops.plan import static_bound
 from fp8moe.runtime import checks
 
 
-def by_grouped_mm(
+def suits_public_operations(x: Tensor, weights: Operands, options: LayerOptions, comm: Any) -> bool:
+    """Whether `by_public_operations` computes the experts, and not the core's recipe: the one place that
+    decides between the two implementations of "bf16". It does for bfloat16 rows of multiples of 16 bytes, as
+    torch's product requires. Only the core has a choice of backend, a limit of SMs, chunks, ranks in compiled
+    code, and a ``main_grad`` that the GEMM adds to.
+    """
+    if options.precision.quantizes or options.limits_gemms or x.dtype != torch.bfloat16:
+        return False
+    if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
+        return False
+    if any(w.shape[2] % 8 for w in weights.masters):
+        return False
+    return all(main_grad_of(w) is None for w in weights.parameters or weights.masters)
+
+
+def by_public_operations(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    weights: Operands,
     ids: Tensor,
     probs: Tensor,
+    options: LayerOptions,
     *,
-    recompute: str | None,
-    activation: Activation,
-    comm: Any = None,
-    announced: dict[str, Any] | None = None,
+    comm: Any,
+    align_size: int,
+    announced: dict[str, Any] | None,
 ) -> Tensor:
-    """`fp8moe.moe_forward` with recipe "bf16", differentiated by torch's autograd.
-
-    x [T, H], w13 [E, 2F, H] and w2 [E, H, F]: bfloat16, H and F multiples of 8. ids, probs: [T, k].
-    announced: to the other ranks, further fields of `fp8moe.expert_parallel.protocols.Settings`.
-    """
+    """As `fp8moe.adapters.torch.experts.experts`, for which `suits_public_operations` holds."""
+    w13, w2 = weights.masters
+    w13, w2 = w13.to(x.dtype), w2.to(x.dtype)
+    if align_size:
+        return _of_permuted_rows(x, w13, w2, ids, probs, options, align_size)
     checks.shape("topk_ids", ids, (x.shape[0], "k"))
     checks.shape("topk_probs", probs, tuple(ids.shape))
     rows, experts = None, len(w13)
@@ -46,49 +67,49 @@ def by_grouped_mm(
         inputs = {"dx": x, "dprobs": probs, "dw13": w13, "dw2": w2}
         gradients = [name for name, t in inputs.items() if torch.is_grad_enabled() and t.requires_grad]
         given = x, ids, probs, experts * comm.world_size, comm
-        settings = Settings("bf16", activation, **announced or {})
+        settings = Settings(options, **announced or {})
         dispatched = torch_distributed.dispatch(*given, gradients, settings)
         if isinstance(dispatched, DispatchedRows):
             operands = dispatched.x, w13, w2, dispatched.tokens_per_expert, dispatched.probs
-            options: dict[str, Any] = {"recompute": recompute, "activation": activation}
-            y = rows_by_grouped_mm(*operands, align_size=dispatched.align_size, **options)
+            y = _of_permuted_rows(*operands, options, dispatched.align_size)
             return torch_distributed.combine(y, dispatched.route, comm)
         x, ids, probs = dispatched.x, dispatched.topk_ids, dispatched.topk_probs
         rows = static_bound(dispatched.num_entries, experts, 16)
     # torch's grouped product requires rows and offsets in multiples of 16 bytes
     plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
     moved = torch_ops.permute(x, plan, probs.float())
-    products = _products if recompute is None else _Recomputed.apply
     offsets = plan.expert_offsets
     if comm is not None and capacity_of(comm) is not None:
         comm.record_overflow(dispatched.route.plan.overflow, plan.overflow)
         # torch's product would compute past the last row
         offsets = offsets.clamp(max=plan.num_out_tokens)
-    y = products(moved.data, moved.probs, w13, w2, offsets, activation)
+    y = _products_of(options)(moved.data, moved.probs, w13, w2, offsets, options.activation)
     y = torch_ops.unpermute(y, plan)
     return y if comm is None else torch_distributed.combine(y, dispatched.route, comm)
 
 
-def rows_by_grouped_mm(
+def _of_permuted_rows(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
     tokens_per_expert: Tensor,
     probs: Tensor,
-    *,
-    recompute: str | None,
-    activation: Activation,
+    options: LayerOptions,
     align_size: int,
 ) -> Tensor:
-    """`fp8moe.moe_forward_permuted` with recipe "bf16", in the same way: x [N, H], probs [N]."""
+    """`fp8moe.moe_forward_permuted` with recipe "bf16": x [N, H], probs [N]."""
     counts = tokens_per_expert
     if align_size > 1:  # padding rows are counted as rows
         counts = (counts + (align_size - 1)) // align_size * align_size
     order = torch.arange(len(counts), device=counts.device)
     moved = torch_ops.sort_chunks(x, counts, order, probs.float(), align_size=16)
-    products = _products if recompute is None else _Recomputed.apply
-    y = products(moved.data, moved.probs, w13, w2, moved.group_offsets, activation)
+    operands = moved.data, moved.probs, w13, w2, moved.group_offsets
+    y = _products_of(options)(*operands, options.activation)
     return torch_ops.unpad(y, counts, 16, num_out_tokens=x.shape[0])  # type: ignore[no-any-return]
+
+
+def _products_of(options: LayerOptions) -> Any:
+    return _products if options.recompute is None else _Recomputed.apply
 
 
 def _product(x: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False) -> Tensor:

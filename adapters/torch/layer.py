@@ -13,10 +13,11 @@ with needs("torch"):
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8moe import Quantized, RouterConfig
+from fp8moe import RouterConfig
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters.torch.experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
-from fp8moe.adapters.torch.grouped import by_grouped_mm
+from fp8moe.adapters.torch.experts import check_backend, handle_of
+from fp8moe.adapters.torch.functional import apply_experts
+from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
 from fp8moe.adapters.torch.operation import (
     check_float,
     check_tensor,
@@ -38,9 +39,9 @@ from fp8moe.adapters.torch.sharding import (
 )
 from fp8moe.adapters.torch.stats import Collector, LayerStats
 from fp8moe.adapters.torch.weights import FP8Weights, is_capturing, is_freed, weights_unchanged
-from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
+from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import GRADIENTS, RecipeName
+from fp8moe.layer.recipes import GRADIENTS, Recipe, RecipeName
 from fp8moe.runtime import checks
 
 __all__ = ["FP8FlowMoE"]
@@ -75,10 +76,10 @@ def _fixed(name: str, doc: str) -> Any:
     return property(read, write, doc=doc)
 
 
-def _check_width(recipe: str, ffn: int) -> None:
-    if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
+def _check_width(recipe: Recipe, ffn: int) -> None:
+    if recipe.quantizes and not recipe.gradient_in_parts and ffn % FP8_BLOCK[1]:
         raise ValueError(
-            f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
+            f"ffn: got {ffn}; wanted a multiple of 128 for {recipe.name!r}; "
             'pass recipe="fp8_flow", which pads with zeros'
         )
 
@@ -220,7 +221,7 @@ class FP8FlowMoE(nn.Module):
         super().__init__()
         self._options = LayerOptions(recipe, recompute, activation, backend, num_sms)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
-        _check_width(recipe, ffn)
+        _check_width(self._options.precision, ffn)
         num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
         topk = checks.integer("topk", topk, 1)
         if topk > num_experts:
@@ -228,7 +229,7 @@ class FP8FlowMoE(nn.Module):
         self._hidden, self._ffn, self._num_experts, self._topk = hidden, ffn, num_experts, topk
         normalize_probs = checks.flag("normalize_probs", normalize_probs)
         options = {"device": device, "dtype": dtype}
-        accepted = (*_DTYPES, torch.float64) if recipe == "bf16" else _DTYPES
+        accepted = (*_DTYPES, torch.float64) if not self._options.precision.quantizes else _DTYPES
         given = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(given, torch.dtype) or given not in accepted:
             fix = '; pass recipe="bf16"' if given is torch.float64 else ""
@@ -301,7 +302,7 @@ class FP8FlowMoE(nn.Module):
 
     def _set_option(self, name: str, value: Any) -> None:
         options = replace(self._options, **{name: value})
-        _check_width(options.recipe, self._ffn)
+        _check_width(options.precision, self._ffn)
         if options.activation.gated != (gated := self._options.activation.gated):
             raise ValueError(
                 f"activation: got {value}; wanted one {'with' if gated else 'without'} a gate, by w13's "
@@ -394,7 +395,7 @@ class FP8FlowMoE(nn.Module):
             )
         weights = self.w13, self.w2  # read once: a parametrization may compute other values at each access
         self._check_weights(*weights)
-        if self._has_explicit_backend() and not torch.compiler.is_compiling():
+        if self._options.limits_gemms and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens, announced = x.reshape(-1, self.hidden), None
         padding = padding_of_rows(padding_mask, x)
@@ -417,7 +418,8 @@ class FP8FlowMoE(nn.Module):
             )
         if padding is not None and topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
             topk_ids = topk_ids.masked_fill(padding[:, None], -1)
-        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, weights, is_first_microbatch, announced)
+        compute = self._compute if torch.compiler.is_compiling() else self._compute_eagerly
+        y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
@@ -468,7 +470,7 @@ class FP8FlowMoE(nn.Module):
         TypeError
             For sharded weights (fully_shard).
         """
-        if self.recipe != "bf16":
+        if self._options.precision.quantizes:
             self._fp8_weights.quantize()
 
     @property
@@ -561,7 +563,7 @@ class FP8FlowMoE(nn.Module):
         sums = torch.is_grad_enabled() and isinstance(w, DTensor) and w.requires_grad
         return {"router": self.router_checksum, "sums_router": sums}
 
-    def _experts(
+    def _compute(
         self,
         x: Tensor,
         ids: Tensor,
@@ -570,15 +572,28 @@ class FP8FlowMoE(nn.Module):
         first: bool | None,
         announced: dict[str, Any] | None,
     ) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return self._run_eagerly(x, ids, probs, weights, first, announced)
-        if self.recipe == "bf16":
-            return self._in_bf16(x, ids, probs, weights, announced)
-        if self.collect_stats:
-            raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
-        own = self._own_experts(*weights)
-        copies = self._fp8_weights.of_compiled_forward(own, self.activation, first)
-        return self._multiply(x, ids, probs, weights, own, copies, announced)
+        """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`."""
+        options, ranks = self._options, self._ranks
+        own = own_experts("w13", weights[0], ranks.mesh), own_experts("w2", weights[1], ranks.mesh)
+        codes, collector, ffn = None, None, None
+        if options.precision.quantizes:
+            if not torch.compiler.is_compiling():
+                recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
+                codes = self._fp8_weights.of_forward(own, options.activation, recording, first)
+            elif self._collect_stats:
+                raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
+            else:
+                codes = self._fp8_weights.of_compiled_forward(own, options.activation, first)
+            collector = self._collector if self._collect_stats else None
+            ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
+        operands = Operands(own, codes, ffn, weights)
+        to_ranks = {"comm": ranks.comm, "announced": announced, "handle": self._handle}
+        return apply_experts(
+            x, operands, ids, probs, torch.bfloat16, options, collector=collector, **to_ranks
+        )
+
+    # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
+    _compute_eagerly = torch.compiler.disable(_compute)
 
     def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
@@ -608,103 +623,16 @@ class FP8FlowMoE(nn.Module):
                 "layer's num_experts and hidden"
             )
 
-    def _has_explicit_backend(self) -> bool:
-        """Whether a backend or num_sms was given."""
-        return self._options.backend is not None or self._options.num_sms is not None
-
     def _check_backend(self, x: Tensor) -> None:
-        options = self._options
         check_backend(
             x,
-            options.backend,
-            options.num_sms,
-            recipe=options.recipe,
-            activation=options.activation,
+            self._options,
             dtype="bfloat16",
             experts=self._num_experts // self._ranks.size,
             hidden=self._hidden,
             ffn=self._ffn,
             gradients=GRADIENTS if torch.is_grad_enabled() else (),
         )
-
-    # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
-    @torch.compiler.disable
-    def _run_eagerly(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        probs: Tensor,
-        weights: tuple[Tensor, Tensor],
-        first: bool | None,
-        announced: dict[str, Any] | None,
-    ) -> Tensor:
-        if self.recipe == "bf16":
-            return self._in_bf16(x, ids, probs, weights, announced)
-        recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
-        own = self._own_experts(*weights)
-        copies = self._fp8_weights.of_forward(own, self._options.activation, recording, first)
-        return self._multiply(x, ids, probs, weights, own, copies, announced)
-
-    def _multiply(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        probs: Tensor,
-        weights: tuple[Tensor, Tensor],
-        own: tuple[Tensor, Tensor],
-        copies: list[Quantized],
-        announced: dict[str, Any] | None,
-    ) -> Tensor:
-        """own: `_own_experts` of the weights. announced: from `_announced`."""
-        options = self._options
-        return experts(
-            x.contiguous(),
-            *own,
-            ids.contiguous(),
-            probs.contiguous(),
-            copies,
-            recipe=options.recipe,
-            recompute=options.recompute,
-            activation=options.activation,
-            backend=options.backend,
-            num_sms=options.num_sms,
-            comm=self._ranks.comm,
-            ffn=self._ffn if self._ffn % FP8_BLOCK[1] else None,
-            parameters=weights,
-            handle=self._handle,
-            collector=self._collector if self._collect_stats else None,
-            announced=announced,
-        )
-
-    def _own_experts(self, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
-        mesh = self._ranks.mesh
-        return own_experts("w13", w13, mesh), own_experts("w2", w2, mesh)
-
-    def _in_bf16(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        probs: Tensor,
-        parameters: tuple[Tensor, Tensor],
-        announced: dict[str, Any] | None,
-    ) -> Tensor:
-        weights = self._own_experts(*parameters)
-        x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
-        options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
-        options["announced"] = announced
-        comm = options["comm"] = self._ranks.comm
-        # torch's products are neither divided into chunks nor, with several ranks, compiled
-        divided = comm is not None and (chunks_of(comm) > 1 or torch.compiler.is_compiling())
-        has_main_grad = any(main_grad_of(w) is not None for w in parameters)
-        if (
-            not self._has_explicit_backend()
-            and self.hidden % 8 == self.ffn % 8 == 0
-            and not (divided or has_main_grad)
-        ):
-            return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
-        options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
-        options |= {"handle": self._handle, "parameters": parameters}
-        return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, RouterConfig, SortedChunks
 from fp8moe.activation import Activation
 from fp8moe.formats import Block
+from fp8moe.layer.options import LayerOptions
 from fp8moe.ops.plan import NumOutTokens
 from fp8moe.records import ArraySpec
 from fp8moe.runtime import record_trees
@@ -37,7 +38,16 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
 record_trees.SYMBOLIC_TYPES.add(torch.SymInt)
 record_trees.prepare(
     *(Tensor, torch.nn.Parameter, torch.dtype, torch.SymInt),
-    *(QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, RouterConfig, Activation),
+    *(
+        QuantTensor,
+        Quantized,
+        PermutationPlan,
+        Permuted,
+        SortedChunks,
+        RouterConfig,
+        Activation,
+        LayerOptions,
+    ),
 )
 
 NAMESPACE = "fp8moe"
@@ -113,6 +123,19 @@ def _activation(kind: str, clamp: float | None, alpha: float, linear_offset: flo
 _known_activation = functools.lru_cache(Activation)  # checks its fields
 
 
+def _layer_arguments(options: LayerOptions) -> list[Any]:
+    activation = _activation_arguments(options.activation)
+    return [options.recipe, options.recompute, *activation, options.backend, options.num_sms]
+
+
+def _layer_options(recipe: str, recompute: str | None, *rest: Any) -> LayerOptions:
+    *activation, backend, num_sms = rest
+    return _known_layer_options(recipe, recompute, _activation(*activation), backend, num_sms)
+
+
+_known_layer_options: Any = functools.lru_cache(LayerOptions)
+
+
 def _block_arguments(block: Any) -> list[list[int]]:
     if block is not None and not isinstance(block, tuple):
         raise ValueError(f"block: got {block!r}; wanted a tuple of two ints, or None")
@@ -142,6 +165,12 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
         "float {}_scaling_factor",
         _router_arguments,
         functools.lru_cache(RouterConfig),
+    ),
+    LayerOptions: (
+        "str {}_recipe, str? {}_recompute, str {}_kind, float? {}_clamp, float {}_alpha, "
+        "float {}_linear_offset, str? {}_backend, int? {}_num_sms",
+        _layer_arguments,
+        _layer_options,
     ),
     Block: ("int[] {}", _block_arguments, _block),
 }

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized
 from fp8moe.activation import Activation
-from fp8moe.adapters.torch.functional import quantize_fp8_weights
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.operation import refuse_partitioned
 from fp8moe.adapters.torch.sharding import engine_of, is_whole, own_experts
 from fp8moe.runtime.record_trees import arrays_in
@@ -36,8 +36,8 @@ __all__ = ["weights_unchanged"]
 class FP8Weights:
     """The FP8 copies of a module's weights, and the contexts in which they are declared unchanged.
 
-    module: has ``recipe``, ``activation`` and the attributes ``names``, the weights that copies are made of.
-        It is referred to weakly, because this is its attribute ``_fp8_weights``. mesh: of its ranks.
+    module: has ``_options``, a `LayerOptions`, and the attributes ``names``, the weights that copies are made
+        of. It is referred to weakly, because this is its attribute ``_fp8_weights``. mesh: of its ranks.
     kept: copies that stay without a context: of quantize_weights(), of micro-batches, or those that a
         captured CUDA graph reads. declared: the open weights_unchanged() contexts, by number, with theirs.
     """
@@ -169,7 +169,7 @@ class FP8Weights:
             # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
         _with_copies[id(self)] = self
-        codes = _quantized(masters, module.activation, target)
+        codes = _quantized(masters, module._options.activation, target)
         new = Copies(self, codes, requested, captured=target is not None)
         for declared in self.declared.values():
             if not new.captured:
@@ -316,7 +316,7 @@ class _Unchanged(Scope):
     def enter(self, opening: weakref.ref[Opening]) -> None:
         for module in self.model.modules():
             weights = getattr(module, "_fp8_weights", None)
-            if isinstance(weights, FP8Weights) and module.recipe != "bf16":
+            if isinstance(weights, FP8Weights) and module._options.precision.quantizes:
                 weights.declare(opening)
 
 

@@ -1,0 +1,306 @@
+"""Weights as the GEMMs of a call read them: checks of what a caller holds, padding, biases as columns, FP8
+codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fp8moe.adapters import needs
+
+with needs("torch"):
+    import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from fp8moe import Quantized
+from fp8moe.activation import SWIGLU, Activation, halves_of
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.library import spec_of
+from fp8moe.adapters.torch.operation import check_float
+from fp8moe.layer.moe import experts_of
+from fp8moe.layer.recipes import RECIPES, Recipe
+from fp8moe.runtime import checks
+
+__all__ = ["quantize_fp8_weights"]
+
+#: block of FP8 weights, with codes and scales of both orientations
+FP8_BLOCK = (128, 128)
+
+
+class Operands(NamedTuple):
+    """The weights of a call.
+
+    masters: w13, for "fp8_flow" possibly the pair (w1, w3), and w2: they get the gradients. None for one that
+        was given as codes, which has no gradient.
+    codes: what the GEMMs read in place of the masters; None: the masters, in the rows' dtype.
+    ffn: F, if codes are padded with zeros and the masters are not.
+    parameters: those that the masters are parts of, whose ``main_grad`` is used; None: the masters.
+    """
+
+    masters: Sequence[Any]
+    codes: Sequence[Quantized] | None
+    ffn: int | None = None
+    parameters: Sequence[Tensor] | None = None
+
+
+def operands_of(
+    weights: list[Any],
+    bias13: Tensor | None,
+    fp8_weights: tuple[Quantized, Quantized] | None,
+    recipe: Recipe,
+    halves: int,
+) -> Operands:
+    """Of weights from `checked_weights`, for the recipe "bf16" in the rows' dtype."""
+    ffn = None
+    unchanged = recipe.gradient_in_parts and bias13 is None
+    if not unchanged:
+        weights = _joined_weights(weights, bias13, recipe, halves)
+    elif (width := ffn_of(weights[0], weights[1], halves)) is not None and width % FP8_BLOCK[1]:
+        ffn = width
+    if not recipe.quantizes:
+        if fp8_weights is not None:
+            raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
+        return Operands([w.contiguous() for w in weights], None)
+    codes: Any = fp8_weights
+    if fp8_weights is not None:
+        _check_fp8_weights(fp8_weights, weights, halves)
+    else:
+        codes = _quantized(weights, halves) if unchanged else [_quantized_weight(w) for w in weights]
+    return Operands([None if isinstance(w, Quantized) else w for w in weights], codes, ffn)
+
+
+def quantize_fp8_weights(
+    w13: Tensor | tuple[Tensor, Tensor],
+    w2: Tensor,
+    bias13: Tensor | None = None,
+    *,
+    activation: Activation = SWIGLU,
+    out: tuple[Quantized, Quantized] | None = None,
+) -> tuple[Quantized, Quantized]:
+    """Quantise weights for the ``fp8_weights`` argument of `moe_experts`, padded as it pads them.
+
+    Parameters
+    ----------
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each
+        As in `moe_experts`.
+    w2 : Tensor, [E, H, F]
+        As in `moe_experts`.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As in `moe_experts`.
+    activation : Activation
+        Activation of the layer; determines whether w13 has gates.
+    out : tuple of two Quantized, or None
+        Result of an earlier call, to overwrite.
+
+    Returns
+    -------
+    tuple of two Quantized
+        Codes of w13 and of w2.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `moe_experts`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.torch import quantize_fp8_weights
+    >>> w13, w2 = quantize_fp8_weights(torch.ones(4, 200, 256), torch.ones(4, 256, 100))
+    >>> w13.rowwise.shape, w2.rowwise.shape
+    ((4, 256, 256), (4, 256, 128))
+    """
+    checks.options("activation", activation, Activation)
+    if out is not None and not (isinstance(out, tuple) and [type(o) for o in out] == [Quantized, Quantized]):
+        raise TypeError(
+            f"out: got {type(out).__name__}; wanted the two Quantized of an earlier call, or None"
+        )
+    halves = halves_of(activation.kind)
+    weights = checked_weights(w13, w2, bias13, RECIPES["fp8_flow"], halves)
+    if bias13 is None:
+        return _quantized(weights, halves, out)
+    whole = _joined_weights(weights, bias13, RECIPES["fp8_flow"], halves)
+    first, second = (
+        _quantized_weight(w, target) for w, target in zip(whole, out or (None, None), strict=True)
+    )
+    return first, second
+
+
+def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
+    """Raises if fp8_weights do not have the shapes that `_quantized` gives; otherwise only a backward would
+    fail."""
+    pair = isinstance(fp8_weights, (tuple, list))
+    if not pair or len(fp8_weights) != 2 or not all(isinstance(w, Quantized) for w in fp8_weights):
+        got = f"({', '.join(type(w).__name__ for w in fp8_weights)})" if pair else type(fp8_weights).__name__
+        raise TypeError(f"fp8_weights: got {got}; wanted the two Quantized of quantize_fp8_weights")
+    for name, codes, w in zip(("w13", "w2"), fp8_weights, weights, strict=True):
+        if isinstance(w, Quantized):
+            expected = tuple(w.columnwise.shape)
+        elif name == "w13":
+            first, parts = (w[0], 1) if isinstance(w, tuple) else (w, halves)
+            rows = halves * round_up_to_block(first.shape[1] // parts)
+            expected = first.shape[0], rows, first.shape[2]
+        else:
+            expected = *w.shape[:2], round_up_to_block(w.shape[2])
+        checks.shape(f"fp8_weights of {name}", codes.columnwise, expected)
+
+
+def _quantized_weight(w: Any, out: Quantized | None = None) -> Quantized:
+    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out=out)
+
+
+def _quantized(
+    weights: list[Any], halves: int, out: tuple[Quantized, Quantized] | None = None
+) -> tuple[Quantized, Quantized]:
+    """FP8 codes of w13, or of the pair (w1, w3), and of w2, padded with zeros to a multiple of 128 of F."""
+    (w13, w2), (out13, out2) = weights, out or (None, None)
+    if isinstance(w13, tuple):
+        w13 = torch_ops.quantize_weights(w13, out=out13, rows=round_up_to_block(w13[0].shape[1]))
+    elif isinstance(w13, Tensor):
+        rows = round_up_to_block(w13.shape[1] // halves)
+        w13 = torch_ops.quantize_weights(w13, out=out13, parts=halves, rows=rows)
+    if not isinstance(w2, Quantized):
+        w2 = torch_ops.quantize_weights(w2, out=out2, columns=round_up_to_block(w2.shape[2]))
+    return w13, w2
+
+
+def round_up_to_block(width: int) -> int:
+    return width + -width % FP8_BLOCK[1]
+
+
+def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, halves: int) -> list[Any]:
+    """w13 (or w1 and w3) and w2, after checks of dtypes and shapes for the recipe."""
+    parts: list[Any] = list(w13) if type(w13) is tuple and len(w13) in (1, 2) else [w13]
+    for name, w in (*[("w13", w) for w in parts], ("w2", w2)):
+        if not isinstance(w, (Tensor, Quantized)):
+            raise _not_a_weight(name, w13 if name == "w13" else w2)
+        check_float(name, w, 3)
+        if not recipe.quantizes and isinstance(w, Quantized):
+            raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
+        if recipe.quantizes and isinstance(w, Tensor):
+            checks.dtype(name, spec_of(w), checks.QUANTIZABLE, f'pass {name}.float(), or recipe="bf16"')
+    if isinstance(parts[0], Quantized):
+        if bias13 is not None:
+            raise TypeError(
+                "bias13: got one with quantised w13; wanted tensors, or fp8_weights that include it"
+            )
+        return [parts[0], w2]
+    if parts[0].shape != parts[-1].shape:
+        raise ValueError(
+            f"w13: got tensors of shapes {[list(w.shape) for w in parts]}; wanted one of [E, 2F, H], or two "
+            "of [E, F, H]"
+        )
+    if parts[0].dtype != parts[-1].dtype:
+        raise TypeError(f"w13: got w1 of {parts[0].dtype}, w3 of {parts[1].dtype}; wanted one dtype")
+    if len(parts) > halves:
+        raise ValueError("w13: got two tensors; wanted one of [E, F, H] for an activation without a gate")
+    width = parts[0].shape[1] * len(parts)
+    if bias13 is not None:
+        check_float("bias13", bias13)
+        checks.shape("bias13", bias13, (parts[0].shape[0], width))
+    if isinstance(w2, Tensor) and halves * w2.shape[2] != width:
+        wanted = f"wanted [E, H, {width // halves}], for the {width} rows of w13"
+        first, second = parts[0].shape[1:], w2.shape[1:]
+        # one or both stored transposed
+        stored = (first, second[::-1]), (first[::-1], second), (first[::-1], second[::-1])
+        for (ffn, hidden), of_w2 in stored:
+            if (hidden, ffn * len(parts)) == (of_w2[0], halves * of_w2[1]):
+                wanted += "; pass weights stored [E, in, out] as w13.transpose(1, 2), w2.transpose(1, 2)"
+                break
+        raise ValueError(f"w2: got shape {list(w2.shape)}; {wanted}")
+    return [tuple(parts) if len(parts) == 2 else parts[0], w2]
+
+
+def _not_a_weight(name: str, w: Any) -> TypeError:
+    """The error for weights that are no tensors, with the call that makes a tensor of them."""
+    wanted = "a tensor [E, 2F, H], or a tuple of two [E, F, H]" if name == "w13" else "a tensor [E, H, F]"
+    several = isinstance(w, (list, tuple, nn.ModuleList))
+    items = list(w) if several else [w]
+    kinds = " and ".join(sorted({type(item).__name__ for item in items})) or "nothing"
+    got = f"a {type(w).__name__} of {len(items)}, {kinds}" if several else kinds
+    fix = ""
+    if items and all(isinstance(item, nn.Module) for item in items):
+        fix = f"; pass torch.stack([m.weight for m in {name}])" if several else "; pass its weights stacked"
+    elif several and name == "w13" and len(items) == 2:
+        fix = "; pass tuple(w13)" if all(isinstance(t, Tensor) and t.ndim == 3 for t in items) else ""
+    elif items and all(isinstance(item, Tensor) for item in items):
+        fix = f"; pass torch.stack(list({name}))"
+    return TypeError(f"{name}: got {got}; wanted {wanted}{fix}")
+
+
+def check_sizes(x: Tensor, weights: list[Any], bias2: Tensor | None) -> int:
+    """Checks sizes that torch's operations would broadcast or report without a name; returns the number of
+    experts."""
+    w13, w2 = weights
+    first = w13[0] if isinstance(w13, tuple) else w13
+    experts, hidden = experts_of(first), x.shape[-1]
+    if isinstance(first, Tensor):
+        checks.shape("w13", first, ("E", "F" if isinstance(w13, tuple) else "2F", hidden))
+    if isinstance(w2, Tensor):
+        checks.shape("w2", w2, (experts, hidden, "F"))
+    if bias2 is not None:
+        check_float("bias2", bias2)
+        checks.shape("bias2", bias2, (experts, hidden))
+    return experts
+
+
+def ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
+    """F from the shapes of the weights; None for quantised weights."""
+    if isinstance(w13, tuple):
+        return int(w13[0].shape[1])
+    if isinstance(w13, Tensor):
+        return int(w13.shape[1]) // halves
+    return getattr(w2, "shape", (None,))[-1]
+
+
+def _joined_weights(weights: list[Any], bias13: Tensor | None, recipe: Recipe, halves: int) -> list[Any]:
+    """w13 [E, 2F, H] in one tensor and w2 [E, H, F], padded to a multiple of 128 of F for FP8, with the
+    columns of `bias_columns` for a bias."""
+    w13, w2 = weights
+    if isinstance(w13, Quantized):
+        return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]
+    parts = list(w13) if isinstance(w13, tuple) else [w13]
+    missing = 0 if not recipe.quantizes or isinstance(w2, Quantized) else -w2.shape[2] % FP8_BLOCK[1]
+    if missing:  # not by unbind, whose backward torch's CPU autocast refuses for the other 16-bit dtype
+        in_one = halves // len(parts)
+        parts = [pad(w.unflatten(1, (in_one, -1)), (0, 0, 0, missing)).flatten(1, 2) for w in parts]
+        w2 = pad(w2, (0, missing))
+    gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if bias13 is not None:
+        before, ones, after = bias_columns(gate_up.shape[2], recipe)
+        if missing:
+            bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)
+        columns = parts_of_bias(bias13, ones).to(gate_up.dtype)
+        gate_up = torch.cat((pad(gate_up, (0, before)), pad(columns, (0, after))), dim=2)
+        w2 = pad(w2, (0, 0, 0, before + ones + after))
+    return [w if isinstance(w, Quantized) else w.contiguous() for w in (gate_up, w2)]
+
+
+def bias_columns(hidden: int, recipe: Recipe) -> tuple[int, int, int]:
+    """Numbers of zero, one and zero columns after x's. The ones are in a block of their own, whose scale they
+    determine."""
+    if not recipe.quantizes:
+        return 0, 1, 15 - hidden % 16
+    return -hidden % FP8_BLOCK[1], 4, FP8_BLOCK[1] - 4
+
+
+def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
+    """[E, N, parts] in float32, with the bias as their sum: each part except the last is rounded to e4m3's
+    four significant bits. The gradient is that of the last part. One part is the bias itself, in its own
+    dtype."""
+    if parts == 1:
+        return bias.unsqueeze(-1)
+    remainder = bias.float()
+    rounded = []
+    for _ in range(parts - 1):
+        part = ((remainder.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
+        rounded.append(part)
+        remainder = remainder - part
+    return torch.stack((*rounded, remainder), dim=-1)
+
+
+def gates_before_ups(interleaved: Tensor) -> Tensor:
+    """[E, 2F, ...] with all gates before all ups, for pairs (gate, up). Without torch.cat, which bfloat16
+    autocast rejects for float16 weights and vice versa."""
+    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
