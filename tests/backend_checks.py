@@ -3,7 +3,6 @@
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from cases import (
@@ -17,85 +16,6 @@ from cases import (
 )
 
 import fp8moe
-from fp8moe import expert_parallel
-from fp8moe.runtime.record_trees import arrays_in, map_arrays
-
-
-def messages(both, rng, rows, columns, k, dtype):
-    """Packs and unpacks rows of several arrays, with and without quantisation, with widths that are and are
-    not multiples of a vector. ``both`` returns the results of the reference and of the other backend."""
-    x, probs = values(rng, (rows, columns), dtype), rng.random((rows, k)).astype(np.float32)
-    ids = rng.integers(-1, 12, (rows, k))
-    assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
-    local, actual = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
-    assert_same(local, actual)
-    for ranks in (3, 70):
-        mask = rng.random((rows, ranks)) < 0.3
-        for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
-            everywhere = fp8moe.plan_routing_map(mask, topk=topk)
-            limited = both(lambda p, c=capacity: expert_parallel.messages.limit_rows(p, c), everywhere)
-            assert_same(*limited)
-            assert_same(*both(fp8moe.permute, x, limited[0]))
-            assert_same(*both(fp8moe.unpermute, fp8moe.permute(x, limited[0]).data, limited[0]))
-    q = fp8moe.quantize(x)
-    for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
-        message, actual = both(expert_parallel.messages.pack, *parts)
-        assert_same(message, actual)
-        shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
-        apart, actual = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
-        assert_same(parts, apart)
-        assert_same(parts, actual)
-        more = partial(expert_parallel.messages.unpack_first, parts=shapes, size=rows + 5)
-        for apart in both(more, message):
-            zeros = tuple(np.zeros((5, *p.shape[1:]), p.dtype) for p in parts)
-            assert_same(parts, tuple(p[:rows] for p in apart))
-            assert_same(zeros, tuple(p[rows:] for p in apart))
-        if len(parts) > 2:  # ids and probabilities at the end
-            for apart in both(partial(more, own=(2, 3)), message):
-                assert_same((*parts[:-2], probs), tuple(p[:rows] for p in (*apart[:-2], apart[-1])))
-                assert same_bits(apart[-2][:rows], expert_parallel.messages.local_ids(local, 2, 3))
-                np.testing.assert_array_equal(apart[-2][rows:], -1)
-    for fmt in ("e4m3", "e5m2"):
-        for others in ((local, probs), ()):
-            pack = expert_parallel.messages.quantize_and_pack
-            assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
-    # into three windows, with the plan of the ranks or in the rows' order, with rows around them that must
-    # not change
-    plan = fp8moe.plan_routing_map(expert_parallel.messages.rank_mask(ids, 4, 3)[0], topk=min(k, 3))
-    by_rank, sent = expert_parallel.messages.pack_by_rank, int(plan.tokens_per_expert.sum())
-    for arguments, fmt, others in (
-        (x, "e4m3", (local, probs)),
-        (x, None, (local, probs)),
-        (x, None, ()),
-        (q, None, ()),
-    ):
-        one = expert_parallel.messages.Message(arguments, fmt, others).pack()
-        found = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, False, *o), arguments, plan, *others)
-        for packed in found:  # rows without a token are not written
-            assert same_bits(np.asarray(packed)[:sent], fp8moe.permute(one, plan).data[:sent])
-        limited = expert_parallel.messages.limit_rows(plan, max(rows // 4, 1))
-        filled = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, True, *o), arguments, limited, *others)
-        assert_same(*filled)
-        assert same_bits(filled[0], fp8moe.permute(one, limited).data)
-    halves = np.array([rows // 2, 0, rows - rows // 2])
-    for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
-        for fmt in (None, "e4m3"):
-            message = expert_parallel.messages.Message(x, fmt, (local, probs))
-            poison = [rng.integers(0, 256, (n + 2, message.row_bytes)).astype(np.uint8) for n in counts]
-
-            def into(x, row_id_map, local, probs, *poison, fmt=fmt):
-                around = tuple(expert_parallel.messages.pack(p) for p in poison)
-                inside = tuple(within(w) for w in around)
-                expert_parallel.messages.Message(x, fmt, (local, probs)).write(row_id_map, inside)
-                return around
-
-            assert_same(*both(into, x, row_id_map, local, probs, *poison))
-
-
-def within(window):
-    """The window without its first and last row."""
-    host = getattr(window, "host", None)
-    return window[1:-1] if host is None else type(window)(host[1:-1])
 
 
 def wgrad_takes_any_scales(both, rng, offsets, dy, x):
@@ -242,39 +162,6 @@ def products_of_scales_far_apart(upload, download, rng, backend):
         got = download(fp8moe.grouped_gemm_wgrad(*map(upload, (*operands, offsets)), backend=backend))
         a, b = map(wide, operands)
         check(got, [(a[:, lo:hi], b[:, lo:hi]) for lo, hi in spans], 384, 0.0)
-
-
-def rows_without_room_are_left_out(upload, download, x, sizes, order):
-    """On CUDA, where the host does not read the sizes: rows that have room are the same as with sufficient
-    room."""
-    full = fp8moe.sort_chunks(x, sizes, order)
-    rows = int(full.group_offsets[-1])
-    cut = map_arrays(lambda a: a[: rows // 2].copy(), full.data)
-    got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), num_out_tokens=rows // 2)
-    assert_same(download(got).data, cut)
-    zeros = map_arrays(lambda a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data)
-    wanted = fp8moe.sort_chunks_backward(zeros, sizes, order)
-    arguments = map(upload, (cut, sizes, order))
-    assert_same(
-        download(fp8moe.sort_chunks_backward(*arguments, num_tokens=len(arrays_in(x)[0])))[0], wanted[0]
-    )
-
-
-def rest_stays(upload, download, x, sizes, order):
-    """Rows after the chunks, with sufficient room and without."""
-    assert sizes.sum() < len(arrays_in(x)[0])
-    starts = np.cumsum(sizes) - sizes
-    rows = [np.arange(starts[c], starts[c] + sizes[c]) for c in order]
-    rows = np.concatenate([*rows, np.arange(sizes.sum(), len(arrays_in(x)[0]))])
-    for count in (len(rows), int(sizes.sum()) + 1):
-        got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), keep_rest=True, num_out_tokens=count).data
-        assert_same(download(got), map_arrays(lambda a, n=count: a[rows[:n]], x))
-        back, _ = fp8moe.sort_chunks_backward(
-            got, *map(upload, (sizes, order)), keep_rest=True, num_tokens=len(rows)
-        )
-        kept = np.isin(np.arange(len(rows)), rows[:count])
-        for a, b in zip(arrays_in(download(back)), arrays_in(x), strict=True):
-            assert same_bits(a[kept], b[kept])
 
 
 def gradients_apart(both, ffn):

@@ -8,15 +8,11 @@ import time
 
 import numpy as np
 import pytest
-import router_checks
 from backend_checks import (
     gathered_products,
     gradients_apart,
-    messages,
     products_of_16_bits,
     products_of_scales_far_apart,
-    rest_stays,
-    rows_without_room_are_left_out,
     wgrad_skips_padding,
     wgrad_takes_any_scales,
 )
@@ -27,17 +23,13 @@ from cases import (
     layer_inputs,
     poison,
     relative,
-    routings,
     same_bits,
     values,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fp8moe
 from benchmarks.beside import occupied
-from fp8moe.ops import row_maps
-from fp8moe.records import DeviceArray, QuantTensor
+from fp8moe.records import DeviceArray
 from fp8moe.runtime.record_trees import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -89,165 +81,6 @@ def both(function, *arguments, **options):
     expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     actual = function(*(upload(a) for a in arguments), **{k: upload(v) for k, v in options.items()})
     return expected, download(actual)
-
-
-@pytest.mark.parametrize("sizes", [*router_checks.SUMS, *router_checks.LARGE_SUMS], ids=str)
-def test_add_product(sizes):
-    skip_where_not("wgmma")
-    router_checks.sums_agree(both, generator(), *sizes)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "experts", "config"), [*router_checks.SIZES, *router_checks.LARGE], ids=str
-)
-@pytest.mark.parametrize(
-    ("biased", "sequences", "padded"),
-    [(False, None, False), (True, 1, False), (False, 4, False), (True, None, True), (False, 4, True)],
-)
-def test_router(tokens, experts, config, biased, sequences, padded):
-    tokens -= tokens % (sequences or 1)
-    router_checks.router_agrees(generator(), both, tokens, experts, config, biased, sequences, padded)
-
-
-@pytest.mark.parametrize("dtype", [bool, np.int32])
-@pytest.mark.parametrize(
-    ("tokens", "experts"), [(3000, 256), (700, 512), (90, 1000), (5000, 7), (33, 4096), (0, 256), (40, 31)]
-)
-def test_plans_of_whole_masks(tokens, experts, dtype):
-    """Maps with a slot per expert, from the mask and from the map itself."""
-    rng = generator()
-    mask = (rng.random((tokens, experts)) < rng.random((tokens, 1)) * min(1, 20 / experts)).astype(dtype)
-    for rows in ("exact", 3 * tokens):
-        expected, actual = both(fp8moe.plan_routing_map, mask, align_size=16, num_out_tokens=rows)
-        assert_same(expected, actual)
-        for pads in (expected.pad_offsets, None):
-            options = {"num_out_tokens": expected.num_out_tokens}
-            assert_same(*both(fp8moe.plan_row_map, expected.row_id_map, pads, **options))
-
-
-@pytest.mark.parametrize("topk", [1, 8, 40])
-def test_plans_of_index_maps(topk):
-    rng = generator()
-    rows = rng.permutation(1000 * topk).astype(np.int32)
-    rows[rng.random(rows.size) < 0.2] = -1
-    assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, num_out_tokens=rows.size), rows))
-    order = rng.permutation(1000 * topk)
-    for dtype in (np.int32, np.int64):
-        ids = rng.integers(-2, 50, (1000, topk)).astype(dtype)
-        assert_same(*both(lambda o, i: row_maps.index_map(o, i, 900 * topk), order, ids))
-
-
-@pytest.mark.parametrize("columns", [7168, 24, 5])
-def test_rows_of_probabilities_of_zero(columns):
-    rng = generator()
-    ids = np.argsort(rng.random((300, 20)), axis=1)[:, :4].astype(np.int32)
-    plan = fp8moe.plan_topk(ids, 20, align_size=16, num_out_tokens=1200)  # too few rows for all entries
-    probs = rng.random(ids.shape).astype(np.float32) * (rng.random(ids.shape) < 0.5)
-    for x in (values(rng, (300, columns), BF16), fp8moe.quantize(values(rng, (300, 256), BF16))):
-        assert_same(*both(lambda x, p, w: fp8moe.permute(x, p, w, zero_unweighted=True), x, plan, probs))
-
-
-@given(routings(), st.booleans())
-@settings(max_examples=40)
-def test_plans_and_permutation(case, by_mask):
-    ids, experts, align = case
-    rng = np.random.default_rng(0)
-    if by_mask:
-        mask = np.zeros((len(ids), experts), bool)
-        for t, row in enumerate(ids):
-            mask[t, row[(row >= 0) & (row < experts)]] = True
-        expected, actual = both(fp8moe.plan_routing_map, mask, align_size=align, topk=min(4, experts))
-    else:
-        expected, actual = both(fp8moe.plan_topk, ids, experts, align_size=align)
-    assert_same(expected, actual)
-    x = values(rng, (len(ids), 24), BF16)
-    probs = rng.random((len(ids), expected.prob_columns)).astype(np.float32)
-    assert_same(*both(lambda *a: fp8moe.permute(*a), x, expected, probs))
-    rows = values(rng, (expected.num_out_tokens, 24), BF16)
-    assert_same(*both(fp8moe.unpermute, rows, expected, probs))
-    grads = rng.random(expected.num_out_tokens).astype(np.float32)
-    assert_same(*both(fp8moe.permute_backward, rows, expected, grads))
-    cpu, cuda = both(fp8moe.unpermute_backward, x, expected, rows, probs)
-    assert_same(cpu[0], cuda[0])
-    # a thread sums up to 32 products in float32, the rest is float64: an error of 32 * 2^-24 of the sum of
-    # magnitudes, which is at most 24 * 2^16 here
-    np.testing.assert_allclose(cuda[1], cpu[1], rtol=2.0**-23, atol=32 * 2.0**-24 * 24 * 2.0**16)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "1x128", "mxfp8", "nvfp4"])
-def test_quantised_rows(kind):
-    rng = np.random.default_rng(1)
-    codes = rng.integers(0, 256, (37, 256), np.uint8)
-    q = {
-        "tensor": QuantTensor(codes, np.array([0.5], np.float32), block=None),
-        "1x128": QuantTensor(codes, rng.random((37, 2)).astype(np.float32)),
-        "mxfp8": QuantTensor(codes, rng.integers(110, 140, (37, 8), np.uint8), block=(1, 32)),
-        "nvfp4": QuantTensor(
-            codes[:, :128].copy(), rng.integers(0, 127, (37, 16), np.uint8), "e2m1", (1, 16)
-        ),
-    }[kind]
-    plan = fp8moe.plan_topk(rng.integers(-1, 5, (37, 3)).astype(np.int32), 5, align_size=16)
-    expected, actual = both(lambda q, p: fp8moe.permute(q, p).data, q, plan)
-    assert_same(expected, actual)
-    a, b = both(fp8moe.unpermute, expected, plan)
-    nan = np.isnan(a.astype(np.float32))
-    assert (nan == np.isnan(b.astype(np.float32))).all()
-    assert (nan | (a.view(np.uint16) == b.view(np.uint16))).all()
-    a, b = both(fp8moe.dequantize, q)
-    np.testing.assert_array_equal(a, b)
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=2, max_size=12),
-    st.sampled_from((1, 4)),
-    st.sampled_from((1, 2)),
-    st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=30)
-def test_chunks_and_padding(sizes, align, group, seed):
-    rng = np.random.default_rng(seed)
-    sizes = sizes[: len(sizes) // group * group]
-    order = rng.permutation(len(sizes)).astype(np.int32)
-    x, probs = values(rng, (sum(sizes), 5)), rng.random(sum(sizes)).astype(np.float32)
-    options = {"align_size": align, "chunks_per_group": group}
-    sizes = np.array(sizes)
-    expected, actual = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
-    assert_same(expected, actual)
-    options["num_tokens"] = len(x)
-    assert_same(*both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options))
-    padded, actual = both(fp8moe.pad, x, sizes, align)
-    assert_same(padded, actual)
-    assert_same(*both(fp8moe.unpad, padded, sizes, align))
-
-
-@pytest.mark.parametrize("kind", ["bf16", "wide", "1x128", "mxfp8"])
-@pytest.mark.parametrize("chunks", [1, 7, 300])
-def test_sort_chunks_of_whole_vectors(kind, chunks):
-    """Rows of multiples of 16 bytes are moved by bulk copies; with empty chunks, padding and rows after the
-    last chunk."""
-    rng = np.random.default_rng(chunks)
-    sizes = rng.integers(0, 6, chunks) * (rng.random(chunks) < 0.7)
-    order = rng.permutation(chunks).astype(np.int32)
-    rows = int(sizes.sum()) + 3
-    x = {
-        "bf16": lambda: values(rng, (rows, 520), BF16),
-        "wide": lambda: values(rng, (rows, 5000), np.float32),
-        "1x128": lambda: fp8moe.quantize(values(rng, (rows, 512), BF16)),
-        "mxfp8": lambda: fp8moe.quantize(values(rng, (rows, 512), BF16), block=(1, 32)),
-    }[kind]()
-    probs = rng.random(rows).astype(np.float32)
-    for align, tokens in ((1, None), (16, None), (4, rows + 4 * chunks)):
-        options = {"align_size": align, "num_out_tokens": tokens}
-        expected, actual = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
-        assert_same(expected, actual)
-        options = {"align_size": align, "num_tokens": rows}
-        assert_same(
-            *both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
-        )
-        assert_same(*both(fp8moe.pad, x, sizes, align, num_out_tokens=tokens))
-        assert_same(*both(fp8moe.unpad, expected.data, sizes, align, num_out_tokens=rows))
-    rows_without_room_are_left_out(upload, download, x, sizes, order)
-    rest_stays(upload, download, x, sizes // 2, order)
 
 
 @pytest.mark.parametrize("ffn", [128, 72])
@@ -654,71 +487,6 @@ def test_transformer_engines_names_on_cuda():
         torch.testing.assert_close(a, b.cpu(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("hidden", [7168, 2048, 264, 40])
-@pytest.mark.parametrize("align", [1, 16, 128])
-def test_rows_of_real_widths(hidden, align):
-    rng = np.random.default_rng(10)
-    ids = np.argsort(rng.random((150, 64)), axis=1)[:, :8].astype(np.int32)
-    plan = fp8moe.plan_topk(ids, 64, align_size=align)
-    x, probs = rng.standard_normal((150, hidden)).astype(BF16), rng.random((150, 8)).astype(np.float32)
-    assert_same(*both(fp8moe.permute, x, plan, probs))
-    assert_same(*both(fp8moe.permute, fp8moe.quantize(x), plan, probs))
-    assert_same(*both(fp8moe.permute, x, plan, probs, fill_padding=True))
-    rows = rng.standard_normal((plan.num_out_tokens, hidden)).astype(BF16)
-    assert_same(*both(fp8moe.unpermute, rows, plan, probs))
-    assert_same(*both(fp8moe.unpermute, rows, plan))
-    expected, actual = both(fp8moe.unpermute_backward, x, plan, rows, probs)
-    assert_same(expected[0], actual[0])
-    # at most 32 products per thread in float32, of magnitudes below 6 * 6; then float64
-    bound = 32 * 2.0**-24 * np.sqrt(hidden) * 36
-    np.testing.assert_allclose(actual[1], expected[1], rtol=2.0**-22, atol=bound)
-
-
-def test_a_small_capacity_writes_nothing_outside():
-    import cupy
-
-    rng = np.random.default_rng(11)
-    ids = rng.integers(0, 3, (40, 2)).astype(np.int32)
-    x = upload(rng.standard_normal((40, 64)).astype(BF16))
-    for capacity in (0, 1, 23, 47):
-        plan = fp8moe.plan_topk(upload(ids), 3, align_size=16, num_out_tokens=capacity)
-        call = fp8moe.runtime.dispatch.enter(x=x, plan=plan)
-        guarded = cupy.full((capacity + 64, 64), 0xA5A5, cupy.uint16)
-        raw = DeviceArray(guarded.data.ptr, (capacity, 64), BF16, 0, guarded)
-        spec = fp8moe.records.Permuted(raw, None, None)
-        options = {"fill_padding": True, "zero_unweighted": False}
-        call.run("permute", "permute", call.args.x, call.args.plan, None, **options, out=spec)
-        got = cupy.asnumpy(guarded)
-        assert (got[capacity:] == 0xA5A5).all()
-        wanted = fp8moe.permute(cupy.asnumpy(x), download(plan)).data
-        assert same_bits(got[:capacity], wanted.view(np.uint16))
-
-
-def test_past_two_to_the_31_elements():
-    import cupy
-
-    tokens, hidden, k = 40_000, 7168, 8
-    rng = np.random.default_rng(12)
-    ids = rng.integers(0, 32, (tokens, k)).astype(np.int32)
-    plan = fp8moe.plan_topk(upload(ids), 32, align_size=16)
-    assert plan.num_out_tokens * hidden > 2**31
-    x = cupy.random.randint(0x3F00, 0x4100, (tokens, hidden), dtype=cupy.int32).astype(cupy.uint16).view(BF16)
-    rows = fp8moe.permute(x, plan).data
-    host = download(plan)
-    entries = rng.integers(0, tokens, 300)
-    for token in entries:
-        count = host.row_id_map[token, -1]
-        for place in range(count):
-            row = host.row_id_map[token, place] + host.pad_offsets[host.row_id_map[token, k + place]]
-            assert bool((rows[int(row)].view(np.uint16) == x[int(token)].view(np.uint16)).all())
-    last = int(host.expert_offsets[-1])
-    assert not bool(rows[last:].view(np.uint16).any())
-    merged = fp8moe.unpermute(rows, plan)
-    # the sum of eight equal rows is eight times the row, exact in bfloat16
-    wanted = x[entries].astype(cupy.float32) * 8
-    assert bool((merged[entries].astype(cupy.float32) == wanted).all())
-
-
 def test_arrays_on_cpu_and_cuda_raise():
     x, ids = np.ones((4, 128), np.float32), np.zeros((4, 1), np.int32)
     plan = fp8moe.plan_topk(ids, 2)
@@ -738,22 +506,6 @@ def test_an_exact_plan_waits_for_the_callers_stream():
         plan = fp8moe.plan_topk(ids, 8, align_size=16, num_out_tokens="exact")
     assert plan.num_out_tokens == 128
     assert plan.tokens_per_expert.tolist() == [16] * 8
-
-
-def test_nan_in_padding_and_tail_is_never_read():
-    rng = np.random.default_rng(13)
-    ids = rng.integers(-1, 6, (50, 3)).astype(np.int32)
-    plan = fp8moe.plan_topk(ids, 6, align_size=16)
-    rows = rng.standard_normal((plan.num_out_tokens, 256)).astype(BF16)
-    mapped = np.zeros(plan.num_out_tokens, bool)
-    for entry in plan.row_id_map:
-        mapped[entry[: entry[-1]] + plan.pad_offsets[entry[3 : 3 + entry[-1]]]] = True
-    wanted = fp8moe.unpermute(rows, plan)
-    rows[~mapped] = np.nan
-    q = fp8moe.quantize(rows)
-    for x, y in ((rows, wanted), (q, fp8moe.unpermute(fp8moe.quantize(np.nan_to_num(rows)), plan))):
-        assert np.isfinite(y.astype(np.float32)).all()
-        assert_same(y, download(fp8moe.unpermute(upload(x), upload(plan))))
 
 
 def test_cupy_graph_keeps_its_scratch_memory():
@@ -1183,9 +935,3 @@ def test_a_new_thread_launches():
     thread.start()
     thread.join()
     assert torch.equal(actual[0], wanted)
-
-
-@pytest.mark.parametrize(("rows", "columns", "k"), [(300, 512, 4), (70, 384, 3), (1000, 7168, 8)])
-@pytest.mark.parametrize("dtype", [BF16, np.float32])
-def test_messages_between_ranks(rows, columns, k, dtype):
-    messages(both, np.random.default_rng(rows), rows, columns, k, dtype)

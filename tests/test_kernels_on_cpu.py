@@ -13,14 +13,10 @@ from dataclasses import replace
 import cuda_on_cpu
 import numpy as np
 import pytest
-import router_checks
 from backend_checks import (
     gathered_products,
-    messages,
     products_of_16_bits,
     products_of_scales_far_apart,
-    rest_stays,
-    rows_without_room_are_left_out,
     wgrad_skips_padding,
     wgrad_takes_any_scales,
 )
@@ -35,9 +31,7 @@ from cases import (
 )
 
 import fp8moe
-from fp8moe import expert_parallel, selftest
-from fp8moe.ops import row_maps
-from fp8moe.ops.router import add_product
+from fp8moe import selftest
 from fp8moe.runtime import dispatch
 from fp8moe.runtime.recording import Recording
 
@@ -68,175 +62,8 @@ def a_plan(tokens, experts, k, align, by_mask=False):
     return fp8moe.plan_routing_map(mask, align_size=align, topk=k)
 
 
-@pytest.mark.parametrize("by_mask", [False, True])
-@pytest.mark.parametrize("columns", [6200, 520, 24, 5])
-def test_permute_and_unpermute(by_mask, columns):
-    rows_there_and_back(a_plan(21, 5, 3, 4, by_mask), columns)
-
-
-@pytest.mark.parametrize("columns", [600, 5])
-def test_permute_with_more_experts_than_a_block_caches(columns):
-    mask = RNG.random((5, 150)) < RNG.random((5, 1))
-    mask[2] = True
-    rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=150), columns)
-
-
-def test_more_experts_of_a_token_than_a_warp_and_columns_than_a_block_handle_at_once():
-    mask = RNG.random((3, 230)) < 0.95
-    rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=230), 1100)
-
-
-def test_rows_of_a_plan_without_entries():
-    plan = fp8moe.plan_topk(np.full((3, 2), -1, np.int32), 4, align_size=4, num_out_tokens=7)
-    rows_there_and_back(plan, 520)
-
-
-@pytest.mark.parametrize("experts", [1, 5, 150, 1300])
-def test_plans_of_row_maps(experts):
-    plan = fp8moe.plan_routing_map(RNG.random((19, experts)) < 0.4, align_size=4)
-    for pads in (plan.pad_offsets, None):
-        assert_same(*both(lambda m, p: fp8moe.plan_row_map(m, p, num_out_tokens=9), plan.row_id_map, pads))
-
-
-@pytest.mark.parametrize("topk", [1, 3, 40])
-def test_plans_of_index_maps(topk):
-    rows = RNG.permutation(21 * topk).astype(np.int32)
-    rows[RNG.random(rows.size) < 0.3] = -1
-    rows[-2:] = 5  # a row that two entries refer to
-    options = {"num_out_tokens": rows.size}
-    assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, **options), rows))
-    order = RNG.permutation(21 * topk)
-    for dtype in (np.int32, np.int64):
-        ids = RNG.integers(-2, 5, (21, topk)).astype(dtype)
-        assert_same(*both(lambda o, i: row_maps.index_map(o, i, 17 * topk), order, ids))
-
-
-@pytest.mark.parametrize("columns", [6200, 520, 5])
-@pytest.mark.parametrize("by_mask", [False, True])
-def test_rows_of_probabilities_of_zero(by_mask, columns):
-    plan = a_plan(21, 5, 3, 4, by_mask)
-    x = values(RNG, (21, columns), BF16)
-    probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
-    probs[RNG.random(probs.shape) < 0.4] = 0
-    probs[RNG.random(probs.shape) < 0.2] = -(2.0**-149)  # not zero
-    probs[0] = -0.0
-
-    def moved(x, p, w):
-        return cut(fp8moe.permute(x, p, w, zero_unweighted=True))
-
-    for dtype in (np.float32, BF16, np.float64):
-        assert_same(*both(moved, x, plan, probs.astype(dtype)))
-    q = fp8moe.quantize(values(RNG, (21, 128 * (columns // 128 + 1)), BF16))
-    assert_same(*both(moved, q, plan, probs))
-
-
-def test_rows_of_probabilities_of_zero_without_room_for_a_row():
-    """One scale per tensor, which is copied even if there are no rows."""
-    plan = fp8moe.plan_topk(np.zeros((3, 1), np.int32), 1, num_out_tokens=0)
-    q = fp8moe.quantize(values(RNG, (3, 128), BF16), block=None)
-    probs = np.zeros((3, 1), np.float32)
-    assert_same(*both(lambda q, p, w: cut(fp8moe.permute(q, p, w, zero_unweighted=True)), q, plan, probs))
-
-
-def test_row_maps_that_no_plan_produces():
-    """Invalid expert ids, and a count beyond the map's width, do not lead to other accesses."""
-    row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
-    assert_same(*both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
-
-
-def test_entries_after_a_tokens_last_one_are_no_rows():
-    """Whether they look like rows or like nothing."""
-    plan = fp8moe.plan_routing_map(RNG.random((21, 5)) < 0.5, align_size=4)
-    row_map = plan.row_id_map.copy()
-    for entries in row_map:
-        unused = np.arange(entries[10], 5)
-        entries[unused] = RNG.choice([0, 7, -1, 2**31 - 1, -(2**31)], unused.size)
-        entries[5 + unused] = RNG.choice([0, 4, 5, 2**31 - 1, -(2**31)], unused.size)
-    assert (row_map[:, 10] < 5).any()
-
-    def there_and_back(m, pads, x, probs):
-        again = fp8moe.plan_row_map(m, pads, num_out_tokens=rows)
-        return fp8moe.unpermute(x, again), fp8moe.permute_backward(x, again, probs)
-
-    rows = plan.num_out_tokens
-    x, probs = values(RNG, (rows, 520), BF16), RNG.random(rows).astype(np.float32)
-    assert_same(*both(there_and_back, row_map, plan.pad_offsets, x, probs))
-
-
-def rows_there_and_back(plan, columns):
-    x = values(RNG, (plan.num_tokens, columns), BF16)
-    rows = values(RNG, (plan.num_out_tokens, columns), BF16)
-    probs = RNG.random((plan.num_tokens, plan.prob_columns)).astype(np.float32)
-    grads = RNG.random(plan.num_out_tokens).astype(np.float32)
-    assert_same(*both(lambda x, p, w: cut(fp8moe.permute(x, p, w)), x, plan, probs))
-    assert_same(*both(fp8moe.unpermute, rows, plan, probs))
-    assert_same(*both(fp8moe.unpermute, rows, plan))
-    for dtype in (np.float32, BF16, np.float64):
-        assert_same(*both(fp8moe.permute_backward, rows, plan, grads.astype(dtype)))
-    expected, actual = both(fp8moe.unpermute_backward, x, plan, rows, probs)
-    assert_same(expected[0], actual[0])
-    # at most 32 products in float32 before float64, of magnitudes up to 2^16 here
-    bound = 32 * 2.0**-24 * np.sqrt(columns) * 2.0**16
-    np.testing.assert_allclose(actual[1], expected[1], rtol=2.0**-22, atol=bound)
-
-
-@pytest.mark.parametrize("columns", [512, 6200])
-def test_padding_is_zeros_where_there_are_no_bulk_copies(columns):
-    """Below compute capability 9.0 there are no bulk copies from shared memory; zeros are written
-    differently."""
-    plan = a_plan(21, 5, 3, 16)
-    x = values(RNG, (21, columns), BF16)
-    assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan, architecture="sm_80"))
-
-
-def cut(moved):
-    """The result without its plan."""
-    return moved.data, moved.probs
-
-
-@pytest.mark.parametrize("columns", [512, 20_000])
-def test_scales_and_pieces(columns):
-    plan = a_plan(9, 4, 2, 16)
-    q = fp8moe.quantize(values(RNG, (9, columns - columns % 128), BF16))
-    assert_same(*both(lambda q, p: cut(fp8moe.permute(q, p)), q, plan))
-    x = values(RNG, (9, columns), BF16)
-    assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan))
-
-
-@pytest.mark.parametrize(
-    ("chunks", "columns"), [(1, 64), (7, 1024), (12, 256), (8, 9216), (9, 3), (70, 64), (600, 16)]
-)
-def test_chunks(chunks, columns):
-    sizes = RNG.integers(0, 6, chunks) * (RNG.random(chunks) < 0.7)
-    order = RNG.permutation(chunks).astype(np.int32)
-    x = values(RNG, (int(sizes.sum()) + 3, columns), BF16)
-    probs = RNG.random(len(x)).astype(np.float32)
-    for align in (1, 8):
-        expected, actual = both(fp8moe.sort_chunks, x, sizes, order, probs, align_size=align)
-        assert_same(expected, actual)
-        options = {"align_size": align, "num_tokens": len(x)}
-        assert_same(
-            *both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
-        )
-        assert_same(*both(fp8moe.pad, x, sizes, align))
-        assert_same(*both(fp8moe.unpad, expected.data, sizes, align))
-    q = fp8moe.quantize(values(RNG, (int(sizes.sum()), 512), BF16))
-    if q.data.size:
-        assert_same(*both(fp8moe.sort_chunks, q, sizes, order))
-
-
-@pytest.mark.parametrize("columns", [256, 3])
-def test_chunks_without_room(monkeypatch, columns):
-    cuda_on_cpu.install(monkeypatch)
-    sizes, order = np.array([5, 0, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32)
-    x = values(RNG, (18, columns), BF16)
-    for rows in (x, fp8moe.quantize(x)):
-        rows_without_room_are_left_out(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
-        rest_stays(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
-
-
 def test_calls_on_results_of_recordings(monkeypatch):
-    """Several calls share one plan."""
+    """Several calls share one recording."""
     transpose = fp8moe.scaling_aware_transpose
     inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
     wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
@@ -493,23 +320,6 @@ def test_weight_gradients_without_scales_are_nan(monkeypatch, architecture):
         assert np.isnan(actual[-1]).all()
 
 
-@pytest.mark.parametrize("sizes", router_checks.SUMS, ids=str)
-@pytest.mark.parametrize("multiprocessors", [2, 10])  # with 10 the last tiles are computed in halves
-def test_add_product(sizes, multiprocessors):
-    router_checks.sums_agree(functools.partial(both, multiprocessors=multiprocessors), RNG, *sizes)
-
-
-def test_add_product_needs_its_kernel():
-    a = np.ones((16, 16), BF16)
-    with pytest.raises(ValueError, match=r"addend, a, b: got a sum that no kernel takes \(.*sm_89"):
-        both(add_product, a, a, a, architecture="sm_89")
-    with pytest.raises(ValueError, match="K is 4, no multiple of 8"):
-        both(add_product, a, a[:, :4].copy(), a[:4])
-    with pytest.raises(ValueError, match=r"a: got shape \(16, 0\); wanted K of at least 1"):
-        add_product(a, a[:, :0].copy(), a[:0])
-    assert both(add_product, a[:0], a[:0], a)[1].shape == (0, 16)
-
-
 @pytest.mark.parametrize("architecture", ["sm_86", "sm_89", "sm_90a"])
 def test_products_of_scales_far_apart(monkeypatch, architecture):
     cuda_on_cpu.install(monkeypatch, architecture=architecture)
@@ -755,24 +565,6 @@ def test_recordings_take_other_arguments_of_the_same_shape(monkeypatch):
         assert again is into
         np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
     assert [type(plan) for _, plan in dispatch.cached_recordings()] == [Recording] * 2
-
-
-@pytest.mark.parametrize(("columns", "k", "dtype"), [(512, 4, BF16), (256, 3, BF16), (2176, 8, np.float32)])
-def test_messages_between_ranks(columns, k, dtype):
-    messages(both, RNG, 11, columns, k, dtype)
-
-
-def test_invalid_windows_raise(monkeypatch):
-    cuda_on_cpu.install(monkeypatch)
-    rows, *windows = (cuda_on_cpu.upload(np.zeros((n, 16), np.uint8)) for n in (9, *[1] * 9))
-    with pytest.raises(ValueError, match="windows: got 9; wanted at most 8"):
-        expert_parallel.messages.Message(rows, None).write(None, tuple(windows))
-    for fmt, dtype in ((None, np.uint8), ("e4m3", BF16)):
-        rows = cuda_on_cpu.upload(np.zeros((9, 128), dtype))
-        message = expert_parallel.messages.Message(rows, fmt)
-        window = cuda_on_cpu.upload(np.zeros((8, message.row_bytes), np.uint8))
-        with pytest.raises(ValueError, match="windows: got 8 rows in all; wanted 9, the messages'"):
-            message.write(None, (window,))
 
 
 def column_major(address, dtype, rows, columns, stride):

@@ -1,4 +1,5 @@
-"""Permutation compared with torch's index_select, scatter and autograd, on poisoned outputs."""
+"""Permutation compared with torch's index_select, scatter and autograd, on poisoned outputs; its kernels with
+the reference."""
 
 import importlib
 from dataclasses import replace
@@ -7,17 +8,29 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from backend_checks import rest_stays
-from cases import BF16, generator, layout, mask_of, poisoned, routings, same_bits, unmask, values
-from hypothesis import given
+from backends import GPU, only_on_cpu, only_on_gpu
+from cases import (
+    BF16,
+    assert_same,
+    generator,
+    layout,
+    mask_of,
+    poisoned,
+    routings,
+    same_bits,
+    unmask,
+    values,
+)
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8moe
 from fp8moe.ops.permute import rows_spec
-from fp8moe.records import ArraySpec, QuantTensor
-from fp8moe.runtime.record_trees import map_arrays
+from fp8moe.records import ArraySpec, DeviceArray, QuantTensor
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 reference = importlib.import_module("fp8moe.reference.permute")
+RNG = generator()
 
 DTYPES = (
     np.dtype(np.float32),
@@ -329,13 +342,31 @@ def test_sort_chunks_moves_scales():
     assert same_bits(got.scales, q.scales[order])
 
 
+def rest_stays(backend, x, sizes, order):
+    """Rows after the chunks, with sufficient room and without."""
+    assert sizes.sum() < len(arrays_in(x)[0])
+    starts = np.cumsum(sizes) - sizes
+    rows = [np.arange(starts[c], starts[c] + sizes[c]) for c in order]
+    rows = np.concatenate([*rows, np.arange(sizes.sum(), len(arrays_in(x)[0]))])
+    for count in (len(rows), int(sizes.sum()) + 1):
+        got = fp8moe.sort_chunks(
+            *map(backend.upload, (x, sizes, order)), keep_rest=True, num_out_tokens=count
+        ).data
+        assert_same(backend.download(got), map_arrays(lambda a, n=count: a[rows[:n]], x))
+        back, _ = fp8moe.sort_chunks_backward(
+            got, *map(backend.upload, (sizes, order)), keep_rest=True, num_tokens=len(rows)
+        )
+        kept = np.isin(np.arange(len(rows)), rows[:count])
+        for a, b in zip(arrays_in(backend.download(back)), arrays_in(x), strict=True):
+            assert same_bits(a[kept], b[kept])
+
+
 @pytest.mark.parametrize("quantized", [False, True])
-def test_keep_rest_keeps_rows_after_the_chunks(quantized):
-    rng = generator()
-    x = values(rng, (17, 128), BF16)
+def test_keep_rest_keeps_rows_after_the_chunks(backend, quantized):
+    x = values(RNG, (17, 128), BF16)
     x = fp8moe.quantize(x) if quantized else x
     sizes, order = np.array([4, 0, 3, 5]), np.array([2, 3, 1, 0], np.int32)
-    rest_stays(lambda a: a, lambda a: a, x, sizes, order)
+    rest_stays(backend, x, sizes, order)
     with pytest.raises(ValueError, match="keep_rest: got True with align_size=4"):
         fp8moe.sort_chunks(x, sizes, order, align_size=4, keep_rest=True)
 
@@ -363,3 +394,374 @@ def test_topk_of_ids_is_refused():
         fp8moe.permute_and_pad(
             np.ones((2, 4)), np.zeros((2, 1), np.int32), align_size=4, num_experts=2, topk=1
         )
+
+
+def a_plan(tokens, experts, k, align, by_mask=False):
+    ids = RNG.integers(-1, experts, (tokens, k)).astype(np.int32)
+    if not by_mask:
+        return fp8moe.plan_topk(ids, experts, align_size=align)
+    mask = np.zeros((tokens, experts), bool)
+    for t, row in enumerate(ids):
+        mask[t, row[row >= 0]] = True
+    return fp8moe.plan_routing_map(mask, align_size=align, topk=k)
+
+
+def cut(moved):
+    """The result without its plan."""
+    return moved.data, moved.probs
+
+
+def rows_there_and_back(backend, plan, columns):
+    x = values(RNG, (plan.num_tokens, columns), BF16)
+    rows = values(RNG, (plan.num_out_tokens, columns), BF16)
+    probs = RNG.random((plan.num_tokens, plan.prob_columns)).astype(np.float32)
+    grads = RNG.random(plan.num_out_tokens).astype(np.float32)
+    assert_same(*backend.both(lambda x, p, w: cut(fp8moe.permute(x, p, w)), x, plan, probs))
+    assert_same(*backend.both(fp8moe.unpermute, rows, plan, probs))
+    assert_same(*backend.both(fp8moe.unpermute, rows, plan))
+    for dtype in (np.float32, BF16, np.float64):
+        assert_same(*backend.both(fp8moe.permute_backward, rows, plan, grads.astype(dtype)))
+    expected, actual = backend.both(fp8moe.unpermute_backward, x, plan, rows, probs)
+    assert_same(expected[0], actual[0])
+    # at most 32 products in float32 before float64, of magnitudes up to 2^16 here
+    bound = 32 * 2.0**-24 * np.sqrt(columns) * 2.0**16
+    np.testing.assert_allclose(actual[1], expected[1], rtol=2.0**-22, atol=bound)
+
+
+@only_on_cpu
+@pytest.mark.parametrize("by_mask", [False, True])
+@pytest.mark.parametrize("columns", [6200, 520, 24, 5])
+def test_rows_there_and_back(backend, by_mask, columns):
+    rows_there_and_back(backend, a_plan(21, 5, 3, 4, by_mask), columns)
+
+
+@only_on_cpu
+@pytest.mark.parametrize("columns", [600, 5])
+def test_more_experts_than_a_block_caches(backend, columns):
+    mask = RNG.random((5, 150)) < RNG.random((5, 1))
+    mask[2] = True
+    rows_there_and_back(backend, fp8moe.plan_routing_map(mask, align_size=4, topk=150), columns)
+
+
+@only_on_cpu
+def test_more_experts_of_a_token_than_a_warp_and_columns_than_a_block_handle_at_once(backend):
+    mask = RNG.random((3, 230)) < 0.95
+    rows_there_and_back(backend, fp8moe.plan_routing_map(mask, align_size=4, topk=230), 1100)
+
+
+@only_on_cpu
+def test_rows_of_a_plan_without_entries(backend):
+    plan = fp8moe.plan_topk(np.full((3, 2), -1, np.int32), 4, align_size=4, num_out_tokens=7)
+    rows_there_and_back(backend, plan, 520)
+
+
+@only_on_cpu
+@pytest.mark.parametrize("columns", [512, 6200])
+def test_padding_is_zeros_where_there_are_no_bulk_copies(backend, columns):
+    """Below compute capability 9.0 there are no bulk copies from shared memory; zeros are written
+    differently."""
+    plan = a_plan(21, 5, 3, 16)
+    x = values(RNG, (21, columns), BF16)
+    assert_same(*backend.both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan, architecture="sm_80"))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("columns", [512, 20_000])
+def test_scales_and_pieces(backend, columns):
+    plan = a_plan(9, 4, 2, 16)
+    q = fp8moe.quantize(values(RNG, (9, columns - columns % 128), BF16))
+    assert_same(*backend.both(lambda q, p: cut(fp8moe.permute(q, p)), q, plan))
+    x = values(RNG, (9, columns), BF16)
+    assert_same(*backend.both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("columns", [6200, 520, 5])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_rows_of_probabilities_of_zero(backend, by_mask, columns):
+    plan = a_plan(21, 5, 3, 4, by_mask)
+    x = values(RNG, (21, columns), BF16)
+    probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
+    probs[RNG.random(probs.shape) < 0.4] = 0
+    probs[RNG.random(probs.shape) < 0.2] = -(2.0**-149)  # not zero
+    probs[0] = -0.0
+
+    def moved(x, p, w):
+        return cut(fp8moe.permute(x, p, w, zero_unweighted=True))
+
+    for dtype in (np.float32, BF16, np.float64):
+        assert_same(*backend.both(moved, x, plan, probs.astype(dtype)))
+    q = fp8moe.quantize(values(RNG, (21, 128 * (columns // 128 + 1)), BF16))
+    assert_same(*backend.both(moved, q, plan, probs))
+
+
+@only_on_cpu
+def test_rows_of_probabilities_of_zero_without_room_for_a_row(backend):
+    """One scale per tensor, which is copied even if there are no rows."""
+    plan = fp8moe.plan_topk(np.zeros((3, 1), np.int32), 1, num_out_tokens=0)
+    q = fp8moe.quantize(values(RNG, (3, 128), BF16), block=None)
+    probs = np.zeros((3, 1), np.float32)
+    assert_same(
+        *backend.both(lambda q, p, w: cut(fp8moe.permute(q, p, w, zero_unweighted=True)), q, plan, probs)
+    )
+
+
+@only_on_gpu
+@pytest.mark.parametrize("columns", [7168, 24, 5])
+def test_many_rows_of_probabilities_of_zero(backend, columns):
+    rng = generator()
+    ids = np.argsort(rng.random((300, 20)), axis=1)[:, :4].astype(np.int32)
+    plan = fp8moe.plan_topk(ids, 20, align_size=16, num_out_tokens=1200)  # too few rows for all entries
+    probs = rng.random(ids.shape).astype(np.float32) * (rng.random(ids.shape) < 0.5)
+    for x in (values(rng, (300, columns), BF16), fp8moe.quantize(values(rng, (300, 256), BF16))):
+        assert_same(
+            *backend.both(lambda x, p, w: fp8moe.permute(x, p, w, zero_unweighted=True), x, plan, probs)
+        )
+
+
+@only_on_gpu
+@given(routings(), st.booleans())
+@settings(max_examples=40)
+def test_plans_and_permutation(backend, case, by_mask):
+    ids, experts, align = case
+    rng = np.random.default_rng(0)
+    if by_mask:
+        mask = np.zeros((len(ids), experts), bool)
+        for t, row in enumerate(ids):
+            mask[t, row[(row >= 0) & (row < experts)]] = True
+        expected, actual = backend.both(fp8moe.plan_routing_map, mask, align_size=align, topk=min(4, experts))
+    else:
+        expected, actual = backend.both(fp8moe.plan_topk, ids, experts, align_size=align)
+    assert_same(expected, actual)
+    x = values(rng, (len(ids), 24), BF16)
+    probs = rng.random((len(ids), expected.prob_columns)).astype(np.float32)
+    assert_same(*backend.both(lambda *a: fp8moe.permute(*a), x, expected, probs))
+    rows = values(rng, (expected.num_out_tokens, 24), BF16)
+    assert_same(*backend.both(fp8moe.unpermute, rows, expected, probs))
+    grads = rng.random(expected.num_out_tokens).astype(np.float32)
+    assert_same(*backend.both(fp8moe.permute_backward, rows, expected, grads))
+    cpu, cuda = backend.both(fp8moe.unpermute_backward, x, expected, rows, probs)
+    assert_same(cpu[0], cuda[0])
+    # a thread sums up to 32 products in float32, the rest is float64: an error of 32 * 2^-24 of the sum of
+    # magnitudes, which is at most 24 * 2^16 here
+    np.testing.assert_allclose(cuda[1], cpu[1], rtol=2.0**-23, atol=32 * 2.0**-24 * 24 * 2.0**16)
+
+
+@only_on_gpu
+@pytest.mark.parametrize("kind", ["tensor", "1x128", "mxfp8", "nvfp4"])
+def test_quantised_rows(backend, kind):
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 256, (37, 256), np.uint8)
+    q = {
+        "tensor": QuantTensor(codes, np.array([0.5], np.float32), block=None),
+        "1x128": QuantTensor(codes, rng.random((37, 2)).astype(np.float32)),
+        "mxfp8": QuantTensor(codes, rng.integers(110, 140, (37, 8), np.uint8), block=(1, 32)),
+        "nvfp4": QuantTensor(
+            codes[:, :128].copy(), rng.integers(0, 127, (37, 16), np.uint8), "e2m1", (1, 16)
+        ),
+    }[kind]
+    plan = fp8moe.plan_topk(rng.integers(-1, 5, (37, 3)).astype(np.int32), 5, align_size=16)
+    expected, actual = backend.both(lambda q, p: fp8moe.permute(q, p).data, q, plan)
+    assert_same(expected, actual)
+    a, b = backend.both(fp8moe.unpermute, expected, plan)
+    nan = np.isnan(a.astype(np.float32))
+    assert (nan == np.isnan(b.astype(np.float32))).all()
+    assert (nan | (a.view(np.uint16) == b.view(np.uint16))).all()
+    a, b = backend.both(fp8moe.dequantize, q)
+    np.testing.assert_array_equal(a, b)
+
+
+@only_on_gpu
+@pytest.mark.parametrize("hidden", [7168, 2048, 264, 40])
+@pytest.mark.parametrize("align", [1, 16, 128])
+def test_rows_of_real_widths(backend, hidden, align):
+    rng = np.random.default_rng(10)
+    ids = np.argsort(rng.random((150, 64)), axis=1)[:, :8].astype(np.int32)
+    plan = fp8moe.plan_topk(ids, 64, align_size=align)
+    x, probs = rng.standard_normal((150, hidden)).astype(BF16), rng.random((150, 8)).astype(np.float32)
+    assert_same(*backend.both(fp8moe.permute, x, plan, probs))
+    assert_same(*backend.both(fp8moe.permute, fp8moe.quantize(x), plan, probs))
+    assert_same(*backend.both(fp8moe.permute, x, plan, probs, fill_padding=True))
+    rows = rng.standard_normal((plan.num_out_tokens, hidden)).astype(BF16)
+    assert_same(*backend.both(fp8moe.unpermute, rows, plan, probs))
+    assert_same(*backend.both(fp8moe.unpermute, rows, plan))
+    expected, actual = backend.both(fp8moe.unpermute_backward, x, plan, rows, probs)
+    assert_same(expected[0], actual[0])
+    # at most 32 products per thread in float32, of magnitudes below 6 * 6; then float64
+    bound = 32 * 2.0**-24 * np.sqrt(hidden) * 36
+    np.testing.assert_allclose(actual[1], expected[1], rtol=2.0**-22, atol=bound)
+
+
+@only_on_gpu
+def test_a_small_capacity_writes_nothing_outside(backend):
+    import cupy
+
+    rng = np.random.default_rng(11)
+    ids = rng.integers(0, 3, (40, 2)).astype(np.int32)
+    x = backend.upload(rng.standard_normal((40, 64)).astype(BF16))
+    for capacity in (0, 1, 23, 47):
+        plan = fp8moe.plan_topk(backend.upload(ids), 3, align_size=16, num_out_tokens=capacity)
+        call = fp8moe.runtime.dispatch.enter(x=x, plan=plan)
+        guarded = cupy.full((capacity + 64, 64), 0xA5A5, cupy.uint16)
+        raw = DeviceArray(guarded.data.ptr, (capacity, 64), BF16, 0, guarded)
+        spec = fp8moe.records.Permuted(raw, None, None)
+        options = {"fill_padding": True, "zero_unweighted": False}
+        call.run("permute", "permute", call.args.x, call.args.plan, None, **options, out=spec)
+        got = cupy.asnumpy(guarded)
+        assert (got[capacity:] == 0xA5A5).all()
+        wanted = fp8moe.permute(cupy.asnumpy(x), backend.download(plan)).data
+        assert same_bits(got[:capacity], wanted.view(np.uint16))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+def test_past_two_to_the_31_elements():
+    import cupy
+
+    tokens, hidden, k = 40_000, 7168, 8
+    rng = np.random.default_rng(12)
+    ids = rng.integers(0, 32, (tokens, k)).astype(np.int32)
+    plan = fp8moe.plan_topk(GPU.upload(ids), 32, align_size=16)
+    assert plan.num_out_tokens * hidden > 2**31
+    x = cupy.random.randint(0x3F00, 0x4100, (tokens, hidden), dtype=cupy.int32).astype(cupy.uint16).view(BF16)
+    rows = fp8moe.permute(x, plan).data
+    host = GPU.download(plan)
+    entries = rng.integers(0, tokens, 300)
+    for token in entries:
+        count = host.row_id_map[token, -1]
+        for place in range(count):
+            row = host.row_id_map[token, place] + host.pad_offsets[host.row_id_map[token, k + place]]
+            assert bool((rows[int(row)].view(np.uint16) == x[int(token)].view(np.uint16)).all())
+    last = int(host.expert_offsets[-1])
+    assert not bool(rows[last:].view(np.uint16).any())
+    merged = fp8moe.unpermute(rows, plan)
+    # the sum of eight equal rows is eight times the row, exact in bfloat16
+    wanted = x[entries].astype(cupy.float32) * 8
+    assert bool((merged[entries].astype(cupy.float32) == wanted).all())
+
+
+@only_on_gpu
+def test_nan_in_padding_and_tail_is_never_read(backend):
+    rng = np.random.default_rng(13)
+    ids = rng.integers(-1, 6, (50, 3)).astype(np.int32)
+    plan = fp8moe.plan_topk(ids, 6, align_size=16)
+    rows = rng.standard_normal((plan.num_out_tokens, 256)).astype(BF16)
+    mapped = np.zeros(plan.num_out_tokens, bool)
+    for entry in plan.row_id_map:
+        mapped[entry[: entry[-1]] + plan.pad_offsets[entry[3 : 3 + entry[-1]]]] = True
+    wanted = fp8moe.unpermute(rows, plan)
+    rows[~mapped] = np.nan
+    q = fp8moe.quantize(rows)
+    for x, y in ((rows, wanted), (q, fp8moe.unpermute(fp8moe.quantize(np.nan_to_num(rows)), plan))):
+        assert np.isfinite(y.astype(np.float32)).all()
+        assert_same(y, backend.download(fp8moe.unpermute(backend.upload(x), backend.upload(plan))))
+
+
+# ---------------------------------------------------------------- chunks by kernels
+
+
+def rows_without_room_are_left_out(backend, x, sizes, order):
+    """On CUDA, where the host does not read the sizes: rows that have room are the same as with sufficient
+    room."""
+    full = fp8moe.sort_chunks(x, sizes, order)
+    rows = int(full.group_offsets[-1])
+    cut = map_arrays(lambda a: a[: rows // 2].copy(), full.data)
+    got = fp8moe.sort_chunks(*map(backend.upload, (x, sizes, order)), num_out_tokens=rows // 2)
+    assert_same(backend.download(got).data, cut)
+    zeros = map_arrays(lambda a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data)
+    wanted = fp8moe.sort_chunks_backward(zeros, sizes, order)
+    arguments = map(backend.upload, (cut, sizes, order))
+    assert_same(
+        backend.download(fp8moe.sort_chunks_backward(*arguments, num_tokens=len(arrays_in(x)[0])))[0],
+        wanted[0],
+    )
+
+
+@only_on_cpu
+@pytest.mark.parametrize(
+    ("chunks", "columns"), [(1, 64), (7, 1024), (12, 256), (8, 9216), (9, 3), (70, 64), (600, 16)]
+)
+def test_chunks_by_kernels(backend, chunks, columns):
+    sizes = RNG.integers(0, 6, chunks) * (RNG.random(chunks) < 0.7)
+    order = RNG.permutation(chunks).astype(np.int32)
+    x = values(RNG, (int(sizes.sum()) + 3, columns), BF16)
+    probs = RNG.random(len(x)).astype(np.float32)
+    for align in (1, 8):
+        expected, actual = backend.both(fp8moe.sort_chunks, x, sizes, order, probs, align_size=align)
+        assert_same(expected, actual)
+        options = {"align_size": align, "num_tokens": len(x)}
+        assert_same(
+            *backend.both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
+        )
+        assert_same(*backend.both(fp8moe.pad, x, sizes, align))
+        assert_same(*backend.both(fp8moe.unpad, expected.data, sizes, align))
+    q = fp8moe.quantize(values(RNG, (int(sizes.sum()), 512), BF16))
+    if q.data.size:
+        assert_same(*backend.both(fp8moe.sort_chunks, q, sizes, order))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("columns", [256, 3])
+def test_chunks_without_room(backend, columns):
+    sizes, order = np.array([5, 0, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32)
+    x = values(RNG, (18, columns), BF16)
+    for rows in (x, fp8moe.quantize(x)):
+        rows_without_room_are_left_out(backend, rows, sizes, order)
+        rest_stays(backend, rows, sizes, order)
+
+
+@only_on_gpu
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=12),
+    st.sampled_from((1, 4)),
+    st.sampled_from((1, 2)),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=30)
+def test_chunks_and_padding(backend, sizes, align, group, seed):
+    rng = np.random.default_rng(seed)
+    sizes = sizes[: len(sizes) // group * group]
+    order = rng.permutation(len(sizes)).astype(np.int32)
+    x, probs = values(rng, (sum(sizes), 5)), rng.random(sum(sizes)).astype(np.float32)
+    options = {"align_size": align, "chunks_per_group": group}
+    sizes = np.array(sizes)
+    expected, actual = backend.both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
+    assert_same(expected, actual)
+    options["num_tokens"] = len(x)
+    assert_same(
+        *backend.both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
+    )
+    padded, actual = backend.both(fp8moe.pad, x, sizes, align)
+    assert_same(padded, actual)
+    assert_same(*backend.both(fp8moe.unpad, padded, sizes, align))
+
+
+@only_on_gpu
+@pytest.mark.parametrize("kind", ["bf16", "wide", "1x128", "mxfp8"])
+@pytest.mark.parametrize("chunks", [1, 7, 300])
+def test_sort_chunks_of_whole_vectors(backend, kind, chunks):
+    """Rows of multiples of 16 bytes are moved by bulk copies; with empty chunks, padding and rows after the
+    last chunk."""
+    rng = np.random.default_rng(chunks)
+    sizes = rng.integers(0, 6, chunks) * (rng.random(chunks) < 0.7)
+    order = rng.permutation(chunks).astype(np.int32)
+    rows = int(sizes.sum()) + 3
+    x = {
+        "bf16": lambda: values(rng, (rows, 520), BF16),
+        "wide": lambda: values(rng, (rows, 5000), np.float32),
+        "1x128": lambda: fp8moe.quantize(values(rng, (rows, 512), BF16)),
+        "mxfp8": lambda: fp8moe.quantize(values(rng, (rows, 512), BF16), block=(1, 32)),
+    }[kind]()
+    probs = rng.random(rows).astype(np.float32)
+    for align, tokens in ((1, None), (16, None), (4, rows + 4 * chunks)):
+        options = {"align_size": align, "num_out_tokens": tokens}
+        expected, actual = backend.both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
+        assert_same(expected, actual)
+        options = {"align_size": align, "num_tokens": rows}
+        assert_same(
+            *backend.both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
+        )
+        assert_same(*backend.both(fp8moe.pad, x, sizes, align, num_out_tokens=tokens))
+        assert_same(*backend.both(fp8moe.unpad, expected.data, sizes, align, num_out_tokens=rows))
+    rows_without_room_are_left_out(backend, x, sizes, order)
+    rest_stays(backend, x, sizes // 2, order)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import SEED, layout, mask_of, routings, rows_by_expert, same_bits, unmask
+from backends import only_on_gpu
+from cases import SEED, assert_same, generator, layout, mask_of, routings, rows_by_expert, same_bits, unmask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -170,3 +171,20 @@ def test_the_cuda_kernels_in_numbas_simulator():
     )
     assert got.returncode == 0, got.stderr
     assert "equal" in got.stdout
+
+
+@only_on_gpu
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+@pytest.mark.parametrize(
+    ("tokens", "experts"), [(3000, 256), (700, 512), (90, 1000), (5000, 7), (33, 4096), (0, 256), (40, 31)]
+)
+def test_plans_of_whole_masks(backend, tokens, experts, dtype):
+    """Maps with a slot per expert, from the mask and from the map itself."""
+    rng = generator()
+    mask = (rng.random((tokens, experts)) < rng.random((tokens, 1)) * min(1, 20 / experts)).astype(dtype)
+    for rows in ("exact", 3 * tokens):
+        expected, actual = backend.both(fp8moe.plan_routing_map, mask, align_size=16, num_out_tokens=rows)
+        assert_same(expected, actual)
+        for pads in (expected.pad_offsets, None):
+            options = {"num_out_tokens": expected.num_out_tokens}
+            assert_same(*backend.both(fp8moe.plan_row_map, expected.row_id_map, pads, **options))

@@ -2,18 +2,22 @@
 with autograd's, and the CUDA backend with the reference."""
 
 import dataclasses
+import functools
 
-import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
-from cases import generator, poisoned, same_bits
+from backends import HAS_HARNESS, ON_CPU, only_on_cpu, over
+from cases import BF16, generator, poisoned, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from router_checks import (
     CONFIGS,
     DEEPSEEK,
+    LARGE,
+    LARGE_SUMS,
     SIZES,
+    SUMS,
     UNIT,
     choice_of,
     losses_of,
@@ -22,6 +26,7 @@ from router_checks import (
     random_logits,
     router_agrees,
     scores_of,
+    sums_agree,
     weights_of,
 )
 
@@ -30,6 +35,7 @@ import fp8moe.torch
 from fp8moe import RouterConfig
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.router import Router
+from fp8moe.ops.router import add_product
 from fp8moe.reference import router as reference
 
 RNG = generator()
@@ -128,9 +134,8 @@ def test_padding_only_gives_zeros(function):
         return routed, fp8moe.route_backward(grads, logits, routed.topk_ids, config, **losses)
 
     results = [run(logits, mask, grads, ones)]
-    if cuda_on_cpu.available:
-        pytest.importorskip("cupy")
-        results = cuda_on_cpu.both(run, logits, mask, grads, ones)
+    if HAS_HARNESS:
+        results = ON_CPU.both(run, logits, mask, grads, ones)
     for routed, grad in results:
         assert (routed.topk_ids == -1).all()
         for zeros in (routed.topk_probs, routed.aux_loss, routed.z_loss, routed.tokens_per_expert, grad):
@@ -215,11 +220,8 @@ def test_losses_of_logits_far_below_zero(function, largest):
 
     x = torch.tensor(logits).double().requires_grad_()
     results = [route(logits, *grads)]
-    if cuda_on_cpu.available:
-        pytest.importorskip("cupy")
-        with pytest.MonkeyPatch.context() as patch:
-            cuda_on_cpu.install(patch)
-            results.append(cuda_on_cpu.download(route(*cuda_on_cpu.upload((logits, *grads)))))
+    if HAS_HARNESS:
+        results.append(ON_CPU.both(route, logits, *grads)[1])
     for (routed, gradient), bound in zip(results, (2 * UNIT, 200 * UNIT), strict=False):
         # float64; or 8 scores with errors of 2 units and of the spread of their arguments, and their sums
         aux, _ = losses_of(x, torch.tensor(routed.topk_ids).long(), config, 1)
@@ -228,30 +230,58 @@ def test_losses_of_logits_far_below_zero(function, largest):
         np.testing.assert_allclose(gradient, wanted.numpy(), rtol=0, atol=bound * wanted.abs().max().item())
 
 
-@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@only_on_cpu
 @pytest.mark.parametrize("experts", [6, 40, 300])
 @pytest.mark.parametrize("config", [RouterConfig(4), RouterConfig(4, "sigmoid"), DEEPSEEK], ids=str)
-def test_ties_and_nan_in_the_kernels(experts, config):
+def test_ties_and_nan_in_the_kernels(backend, experts, config):
     """Zeros of both signs are equal, the lower expert is the first, a NaN the last."""
-    pytest.importorskip("cupy")
     experts += -experts % config.num_groups
     special = np.array([np.nan, -np.inf, 0.0, -0.0, 1.0, 1.0, 2.0], np.float32)
     logits = RNG.choice(special, (40, experts), p=[0.05, 0.05, 0.3, 0.3, 0.1, 0.1, 0.1])
     config = dataclasses.replace(config, topk=min(config.topk, experts // config.num_groups))
-    expected, actual = cuda_on_cpu.both(lambda x: fp8moe.route(x, config), logits)
+    expected, actual = backend.both(lambda x: fp8moe.route(x, config), logits)
     assert same_bits(expected.topk_ids, actual.topk_ids)
 
 
-@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-@pytest.mark.parametrize(("tokens", "experts", "config"), SIZES, ids=str)
-@pytest.mark.parametrize(
-    ("biased", "sequences", "padded"),
-    [(False, None, False), (True, 1, False), (False, 3, False), (True, None, True), (False, 3, True)],
+def variants(sequences):
+    """(biased, sequences, padded)."""
+    return (
+        *((False, None, False), (True, 1, False), (False, sequences, False)),
+        *((True, None, True), (False, sequences, True)),
+    )
+
+
+@over(
+    "tokens, experts, config, biased, sequences, padded",
+    on_cpu=[(*sizes, *variant) for sizes in SIZES for variant in variants(3)],
+    on_gpu=[(*sizes, *variant) for sizes in (*SIZES, *LARGE) for variant in variants(4)],
 )
-def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences, padded):
-    pytest.importorskip("cupy")
+def test_kernels_agree(backend, tokens, experts, config, biased, sequences, padded):
     tokens = tokens - tokens % (sequences or 1)
-    router_agrees(RNG, cuda_on_cpu.both, tokens, experts, config, biased, sequences, padded)
+    router_agrees(RNG, backend.both, tokens, experts, config, biased, sequences, padded)
+
+
+@over(
+    "sizes, device",
+    # with 10 multiprocessors the last tiles are computed in halves
+    on_cpu=[(sizes, {"multiprocessors": count}) for sizes in SUMS for count in (2, 10)],
+    on_gpu=[(sizes, {}) for sizes in (*SUMS, *LARGE_SUMS)],
+)
+def test_add_product(backend, sizes, device):
+    backend.skip_without("wgmma")
+    sums_agree(functools.partial(backend.both, **device), RNG, *sizes)
+
+
+@only_on_cpu
+def test_add_product_needs_its_kernel(backend):
+    a = np.ones((16, 16), BF16)
+    with pytest.raises(ValueError, match=r"addend, a, b: got a sum that no kernel takes \(.*sm_89"):
+        backend.both(add_product, a, a, a, architecture="sm_89")
+    with pytest.raises(ValueError, match="K is 4, no multiple of 8"):
+        backend.both(add_product, a, a[:, :4].copy(), a[:4])
+    with pytest.raises(ValueError, match=r"a: got shape \(16, 0\); wanted K of at least 1"):
+        add_product(a, a[:, :0].copy(), a[:0])
+    assert backend.both(add_product, a[:0], a[:0], a)[1].shape == (0, 16)
 
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
@@ -270,9 +300,8 @@ def test_ids_without_an_expert_have_no_gradient(function, renormalize):
     wanted = x.grad.numpy()
     actual = fp8moe.route_backward(grads, logits, ids, config)
     np.testing.assert_allclose(actual, wanted, rtol=2 * UNIT, atol=1e-15)  # float64 sums of terms below 10
-    if cuda_on_cpu.available:
-        pytest.importorskip("cupy")
-        by_kernel = cuda_on_cpu.both(lambda *a: fp8moe.route_backward(*a, config), grads, logits, ids)[1]
+    if HAS_HARNESS:
+        by_kernel = ON_CPU.both(lambda *a: fp8moe.route_backward(*a, config), grads, logits, ids)[1]
         # about 30 roundings of terms of at most the gradients' sum over the sum of the selected scores
         size = 4 * np.abs(grads).sum() / scores_of(x, config).detach().numpy()[[0, 1], [3, 0]].min()
         np.testing.assert_allclose(by_kernel, wanted, rtol=0, atol=30 * UNIT * size)

@@ -1,11 +1,14 @@
-"""Transformer Engine's row maps from masks and ids, compared with plans and loops."""
+"""Transformer Engine's row maps from masks and ids, compared with plans and loops; their plans by kernels."""
 
 import numpy as np
 import pytest
-from cases import SEED
+from backends import only_on_cpu, over
+from cases import BF16, SEED, assert_same, generator, values
 
 import fp8moe
 from fp8moe.ops import row_maps
+
+RNG = generator()
 
 
 def index_map(ids, rows):
@@ -110,3 +113,61 @@ def test_arguments_of_an_index_map_are_checked():
         row_maps.index_map(np.arange(5), ids, 6)
     with pytest.raises(TypeError, match="order: got dtype float64; wanted int32"):
         row_maps.index_map(np.arange(6.0), ids, 6)
+
+
+# ---------------------------------------------------------------- plans of maps by kernels
+
+
+@over(
+    "tokens, topk, experts, twice",
+    on_cpu=[(21, topk, 5, True) for topk in (1, 3, 40)],
+    on_gpu=[(1000, topk, 50, False) for topk in (1, 8, 40)],
+)
+def test_plans_of_index_maps(backend, tokens, topk, experts, twice):
+    rows = RNG.permutation(tokens * topk).astype(np.int32)
+    rows[RNG.random(rows.size) < 0.3] = -1
+    if twice:
+        rows[-2:] = 5  # a row that two entries refer to
+    assert_same(*backend.both(lambda m: fp8moe.plan_index_map(m, topk, num_out_tokens=rows.size), rows))
+    order = RNG.permutation(tokens * topk)
+    for dtype in (np.int32, np.int64):
+        ids = RNG.integers(-2, experts, (tokens, topk)).astype(dtype)
+        keep = tokens * 4 // 5 * topk
+        assert_same(*backend.both(lambda o, i, keep=keep: row_maps.index_map(o, i, keep), order, ids))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("experts", [1, 5, 150, 1300])
+def test_plans_of_row_maps(backend, experts):
+    plan = fp8moe.plan_routing_map(RNG.random((19, experts)) < 0.4, align_size=4)
+    for pads in (plan.pad_offsets, None):
+        assert_same(
+            *backend.both(lambda m, p: fp8moe.plan_row_map(m, p, num_out_tokens=9), plan.row_id_map, pads)
+        )
+
+
+@only_on_cpu
+def test_row_maps_that_no_plan_produces(backend):
+    """Invalid expert ids, and a count beyond the map's width, do not lead to other accesses."""
+    row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
+    assert_same(*backend.both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
+
+
+@only_on_cpu
+def test_entries_after_a_tokens_last_one_are_no_rows(backend):
+    """Whether they look like rows or like nothing."""
+    plan = fp8moe.plan_routing_map(RNG.random((21, 5)) < 0.5, align_size=4)
+    row_map = plan.row_id_map.copy()
+    for entries in row_map:
+        unused = np.arange(entries[10], 5)
+        entries[unused] = RNG.choice([0, 7, -1, 2**31 - 1, -(2**31)], unused.size)
+        entries[5 + unused] = RNG.choice([0, 4, 5, 2**31 - 1, -(2**31)], unused.size)
+    assert (row_map[:, 10] < 5).any()
+
+    def there_and_back(m, pads, x, probs):
+        again = fp8moe.plan_row_map(m, pads, num_out_tokens=rows)
+        return fp8moe.unpermute(x, again), fp8moe.permute_backward(x, again, probs)
+
+    rows = plan.num_out_tokens
+    x, probs = values(RNG, (rows, 520), BF16), RNG.random(rows).astype(np.float32)
+    assert_same(*backend.both(there_and_back, row_map, plan.pad_offsets, x, probs))
