@@ -101,7 +101,7 @@ def permute(
         data, moved = x.data, out.data.data
         if x.block is not None:
             scales, moved_scales = x.scales, out.data.scales
-    if _whole_vectors(data, scales, moved, moved_scales):
+    if whole_vectors(data, scales, moved, moved_scales):
         parts, tokens, row_bytes = plan_parts(plan), data.shape[0], data.shape[1] * data.dtype.itemsize
         scale_bytes = 0 if scales is None else scales.shape[1] * scales.dtype.itemsize
         pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill_padding)
@@ -176,7 +176,7 @@ def _zero_unweighted(plan: PermutationPlan, probs: Any, out: Any) -> None:
     )
 
 
-def _whole_vectors(*arrays: Any) -> bool:
+def whole_vectors(*arrays: Any) -> bool:
     """Whether every row of every array is 16-byte aligned and a multiple of 16 bytes."""
     for a in arrays:
         if a is not None:
@@ -210,7 +210,7 @@ def _merge(
         plan.num_out_tokens,
     )
     back = (grad_probs, 0 if grad_probs is None else grad_probs.dtype.itemsize, out_probs)
-    if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
+    if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and whole_vectors(x, out):
         vectors = width // 8
         grid = unpermute_configuration(tokens, vectors).grid
         arguments = (x, *maps, *probs, vectors, threads(vectors, SHARE), out)
@@ -240,7 +240,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
         moved = Permuted(grad_x, None, plan)
         permute(grad, plan, None, fill_padding=True, zero_unweighted=False, out=moved)
         return
-    if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
+    if grad.dtype == BFLOAT16 and grad.size and whole_vectors(grad, x, grad_x):
         parts = plan_parts(plan)
         launch(
             "unpermute",
@@ -366,7 +366,7 @@ def _move(
         offsets,
         shared=configuration.shared,
     )
-    if not _whole_vectors(data, scales, moved, moved_scales):
+    if not whole_vectors(data, scales, moved, moved_scales):
         gather(x, source, True, out)
         return
     row_bytes, scale_bytes = data.nbytes // rows_in, 0 if scales is None else scales.nbytes // rows_in

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8moe
+from fp8moe.ops.bias import add_biases, add_biases_backward
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 RNG = generator()
@@ -544,6 +545,17 @@ def test_plans_of_random_values_write_only_their_outputs(columns, dtype):
             w = fp8moe.quantize(values(RNG, (5, 16, columns)), block=(128, 128))
             ordered = plan_with(plan, expert_offsets=np.sort(plan.expert_offsets))
             stays_inside(lambda x, w, p, a: cut(fp8moe.permute_gemm(x, w, p, a)), q, w, ordered, probs)
+
+
+@needs_emulation
+@pytest.mark.parametrize(("columns", "dtype"), [(520, BF16), (5, BF16), (24, np.dtype(np.float32))])
+def test_biases_of_random_ids_write_only_their_outputs(columns, dtype):
+    y, bias = (RNG.standard_normal((n, columns)).astype(dtype) for n in (9, 5))
+    ids = ruined(RNG.integers(0, 5, (9, 3)), (*FAR, -1, 5, 2**32, -(2**32)))
+    for kind in (np.int32, np.int64):
+        rest = bias, ids.astype(kind), RNG.random((9, 3)).astype(np.float32)
+        stays_inside(add_biases, y, *rest)
+        stays_inside(add_biases_backward, y, *rest)
 
 
 @needs_emulation

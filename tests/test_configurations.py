@@ -10,7 +10,7 @@ from cases import generator
 import fp8moe
 
 pytest.importorskip("cupy")
-from fp8moe.kernels_cuda import grouped_gemm, permute, quantize, swiglu, transpose
+from fp8moe.kernels_cuda import bias, grouped_gemm, permute, quantize, swiglu, transpose
 from fp8moe.kernels_cuda.gemm import grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.gemm.product import Product
 from fp8moe.kernels_cuda.runtime import compiler, driver
@@ -45,7 +45,19 @@ def test_launcher_constants_match_kernel_constants():
     assert of_16_bits["STAGES"] == grouped_gemm_wgmma16.stages("grouped_gemm", 8)
     assert (tile["TILE"], 32 * tile["CHUNKS"]) == (quantize.TILE, quantize.TILE_THREADS)
     assert constants("quantize.cu")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
+    assert constants("bias.cu")["VECTORS"] == bias.VECTORS
+    assert constants("bias.cu")["MOST_THREADS"] == bias.MOST_THREADS
     assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
+
+
+@pytest.mark.parametrize("vectors", [1, 32, 33, 65, 360, 512, 513, 896, 1025])
+def test_add_biases_takes_as_few_turns_and_warps_as_possible(vectors):
+    blocks, threads, shared = bias.add_biases_configuration(7, vectors)
+    assert (blocks, shared) == (7, 0)
+    assert threads in range(32, bias.MOST_THREADS + 1, 32)
+    turns = -(-vectors // (bias.VECTORS * threads))
+    assert turns == -(-vectors // (bias.VECTORS * bias.MOST_THREADS))
+    assert threads == 32 or turns * bias.VECTORS * (threads - 32) < vectors
 
 
 FP8_KERNELS = [

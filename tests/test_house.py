@@ -123,13 +123,19 @@ def test_every_public_name_has_a_docstring():
             assert "Array" not in name
 
 
-def test_backends_have_equal_signatures_for_messages():
+@pytest.mark.parametrize(
+    ("topic", "wanted"),
+    [
+        ("bias", "add_biases add_biases_backward"),
+        ("expert_parallel", "limit_rows local_ids pack_rows quantize_and_pack rank_mask unpack_rows"),
+    ],
+)
+def test_backends_have_equal_signatures_of_internal_operations(topic, wanted):
     """These functions are not public, so all functions of the reference are compared."""
-    reference = functions_of(ROOT / "fp8moe/reference/expert_parallel.py")
-    kernels = functions_of(ROOT / "kernels_cuda/expert_parallel.py")
+    reference = functions_of(ROOT / "fp8moe/reference" / f"{topic}.py")
+    kernels = functions_of(ROOT / "kernels_cuda" / f"{topic}.py")
     operations = {name for name in reference if not name.startswith("_")}
-    sending = {"limit_rows", "local_ids", "pack_rows", "quantize_and_pack", "rank_mask"}
-    assert operations == {*sending, "unpack_rows"}
+    assert operations == {*wanted.split()}
     for name in operations:
         assert kernels.get(name) == reference[name], name
 

@@ -214,6 +214,24 @@ def test_a_biased_row_depends_on_itself_alone(recipe, compiled, device):
         assert torch.equal(a, b[rows].reshape(a.shape))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_ids_of_no_expert_add_no_bias(biased, device):
+    """Also where the biases of all experts are NaN, and the probabilities are."""
+    x, w1, w3, w2, _, _, dy = problem()
+    ids = torch.tensor([[-1, E], [E + 1, -5]], device=device)[torch.arange(len(x)) % 2]
+    probs = torch.full(ids.shape, torch.nan, device=device)
+    biases = {"bias13": torch.randn(E, 2 * F, device=device)} if biased else {}
+    x, w1, w3, w2, dy = (a.to(device) for a in (x, w1, w3, w2, dy))
+    bias2 = torch.full((E, H), torch.nan, device=device)
+
+    def call(x, probs):
+        return moe_experts(x, (w1, w3), w2, ids, probs, bias2=bias2, **biases)
+
+    for actual in results(call, [x, probs], dy):
+        assert not actual.any()  # nor NaN, which is true
+
+
 @pytest.mark.parametrize("change", ["experts", "ffn"])
 def test_fp8_weights_of_another_size_raise(change):
     x, w1, w3, w2, ids, probs, _ = problem()

@@ -1,4 +1,4 @@
-"""The biases of the experts: of the first GEMM as columns of x and w13, of the second added by torch."""
+"""The biases of the experts: of the first GEMM as columns of x and w13, of the second added to y."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.distributed import _functional_collectives
 from torch.nn.functional import pad
 
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import differentiable
+from fp8moe.adapters.torch.library import differentiable, once_differentiable, operator_of
 from fp8moe.adapters.torch.operands import bias_columns
 from fp8moe.layer.recipes import Recipe
+from fp8moe.ops.bias import add_biases, add_biases_backward
 
 # torch 2.13 renamed it and warns about the old name
 _all_gather: Any = (
@@ -29,7 +30,8 @@ def with_ones(rows: Tensor, recipe: Recipe) -> Tensor:
 
 
 def add_bias(y: Tensor, bias2: Tensor, ids: Tensor, probs: Tensor, comm: Any, align_size: int) -> Tensor:
-    """y with the biases of its rows' experts. ids and probs: as `apply_experts` has them."""
+    """The first H columns of y [T, W] with the biases [E, H] of their rows' experts. ids and probs: as
+    `apply_experts` has them."""
     if comm is not None:  # after the experts' exchange, by whose header all ranks know that all have one
         bias2 = _all_gather(bias2.contiguous(), 0, comm.group)
     if not align_size:
@@ -37,7 +39,7 @@ def add_bias(y: Tensor, bias2: Tensor, ids: Tensor, probs: Tensor, comm: Any, al
     ids = _expert_of_rows(ids, y.shape[0], align_size)[:, None]
     biased = _with_biases(y, bias2, ids, probs[:, None])
     # rows of no expert: zeros times a NaN in their gradients would be a gradient of the bias
-    return torch.where(ids < bias2.shape[0], biased, y)
+    return torch.where(ids < bias2.shape[0], biased, y[:, : bias2.shape[1]])
 
 
 def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Tensor:
@@ -55,56 +57,39 @@ def check_gathers_bias(comm: Any) -> None:
         )
 
 
-class _WithBiases(torch.autograd.Function):
-    """y [T, H] + the sum over a row's experts of prob * bias, in at least float32, rounded once to y's dtype.
+_add_biases = operator_of(add_biases, Tensor)
+_add_biases_backward = operator_of(add_biases_backward, Tensor)
 
-    A row's y and gradients of probabilities depend on this row alone, which a matrix product of
-    probabilities [T, E] and biases does not promise: BLAS chooses its order of sums by the number of rows.
-    torch's bags of embeddings sum a row's entries in their order, and its gradient of weights is one dot
-    product per entry.
-    """
+
+class _WithBiases(torch.autograd.Function):
+    """`fp8moe.ops.bias.add_biases`, with gradients."""
 
     @staticmethod
     def forward(ctx: Any, y: Any, bias2: Any, ids: Any, probs: Any) -> Any:
+        if isinstance(bias2, _functional_collectives.AsyncCollectiveTensor):  # gathered from all ranks
+            bias2 = bias2.trigger_wait()
         ctx.save_for_backward(bias2, ids, probs)
-        ctx.wide = torch.promote_types(y.dtype, torch.float32)
-        named, experts, firsts = _bags(ids, bias2.shape[0])
-        weights, biases = torch.where(named, probs, 0).to(ctx.wide).flatten(), bias2.to(ctx.wide).contiguous()
-        sums, *_ = torch.embedding_bag(biases, experts, firsts, mode=_SUM, per_sample_weights=weights)
-        return sums.add_(y).to(y.dtype)
+        ctx.rest = y.shape[1] - bias2.shape[1]
+        return _add_biases.run(y.contiguous(), bias2.contiguous(), ids, probs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         bias2, ids, probs = ctx.saved_tensors
         needs_y, needs_bias, _, needs_probs = asked_for(ctx)
-        grad_bias = grad_probs = None
+        grad_y = grad_bias = grad_probs = None
+        if needs_y:
+            grad_y = pad(grad, (0, ctx.rest)) if ctx.rest else grad
         if needs_bias:
             shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(grad.dtype)
             with torch.autocast(grad.device.type, enabled=False):
                 grad_bias = (shares.t() @ grad).to(bias2.dtype)
         if needs_probs:
-            rows, biases = grad.to(ctx.wide).contiguous(), bias2.to(ctx.wide).contiguous()
-            rest = -rows.shape[1] % 16  # BLAS's dot products depend on a row's place in a line of 64 bytes
-            if rest:
-                rows, biases = pad(rows, (0, rest)), pad(biases, (0, rest))
-            named, experts, firsts = _bags(ids, bias2.shape[0])
-            bags = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype)
-            bags = bags.repeat_interleave(ids.shape[1])
-            dots = _weights_backward(rows, biases, experts, firsts, bags, _SUM)
-            grad_probs = torch.where(named, dots.view(ids.shape), 0).to(probs.dtype)
-        return grad if needs_y else None, grad_bias, None, grad_probs
+            grad_probs = _add_biases_backward.run(grad.contiguous(), bias2.contiguous(), ids, probs)
+        return grad_y, grad_bias, None, grad_probs
 
 
-_SUM = 0  # embedding_bag's mode
-_weights_backward: Any = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
 _with_biases = differentiable(_WithBiases)
-
-
-def _bags(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether each of ids [T, k] is an expert's, [T * k] valid ids, and the place of each row's first."""
-    named = (ids >= 0) & (ids < experts)
-    firsts = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype) * ids.shape[1]
-    return named, torch.where(named, ids, 0).flatten(), firsts
 
 
 def _probs_by_expert(ids: Tensor, probs: Tensor, experts: int) -> Tensor:

@@ -92,7 +92,7 @@ def moe_experts(
         Bias of the first product, as in gpt-oss. It is appended to w13 as columns that multiply ones appended
         to x: in FP8 four columns, whose sum equals the bias to within 2^-16.
     bias2 : Tensor or None, floating point, [E, H]
-        Bias of the second product, added by torch: in float32, for each row by itself.
+        Bias of the second product, added in float32 (float64 for float64), for each row by itself.
     comm : Comm or None
         Communicator that sends rows between ranks (`fp8moe.expert_parallel`). w13 and w2 are then this rank's
         experts, and the ids are global. Compiled code remains one graph (``fullgraph=True``) with a
@@ -341,9 +341,9 @@ def apply_experts(
     else:
         exchange |= {"handle": handle, "collector": collector}
         y = experts(rows, weights, ids, probs, options, **exchange)
-    if has_ones:
-        y = y[:, :hidden]
-    return y if bias2 is None else add_bias(y, bias2, ids, probs, comm, align_size)
+    if bias2 is not None:
+        return add_bias(y, bias2, ids, probs, comm, align_size)
+    return y[:, :hidden] if has_ones else y
 
 
 def _check_backend(

@@ -97,6 +97,16 @@ def to_f32(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32, copy=False)
 
 
+def accumulator_of(dtype: np.dtype) -> np.dtype:
+    """The dtype in which values of a dtype are summed: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def widen(x: np.ndarray, wide: np.dtype) -> np.ndarray:
+    """Any float array as ``wide``, which is float32 or float64."""
+    return x if x.dtype == wide else to_f32(x).astype(wide, copy=False)
+
+
 def encode(y: np.ndarray, fmt: str) -> np.ndarray:
     """float values -> codes: saturating, round to nearest even, every NaN becomes the canonical one."""
     limit = FORMATS[fmt].max

@@ -13,7 +13,15 @@ import numpy as np
 from fp8moe.formats import BFLOAT16, BLOCKED_128X4
 from fp8moe.records import PermutationPlan, QuantTensor, SortedChunks
 from fp8moe.reference.layout import compact_scratch, to_layout
-from fp8moe.reference.numerics import DECODE, compiled, decode_scales, quietly, split_rows, to_f32
+from fp8moe.reference.numerics import (
+    DECODE,
+    accumulator_of,
+    compiled,
+    decode_scales,
+    quietly,
+    split_rows,
+    widen,
+)
 
 # ---------------------------------------------------------------- gathers
 
@@ -54,14 +62,14 @@ def unpermute_backward(
     if merging_probs is None:
         gather_rows(grad, inverse(entries.row, entries.token, plan.num_out_tokens), True, grad_x)
         return
-    wide = _wide(grad.dtype)
-    grad_wide = _widen(grad, wide)
+    wide = accumulator_of(grad.dtype)
+    grad_wide = widen(grad, wide)
     weights = merging_probs[entries.token, entries.column].astype(wide)
     grad_x[:] = 0
     grad_x[entries.row] = (grad_wide[entries.token] * weights[:, None]).astype(grad.dtype)
     grad_probs[:] = 0
     # Summed in float64 and rounded once: within half an ulp of the exact sum, in any order.
-    products = grad_wide[entries.token].astype(np.float64) * _widen(x[entries.row], wide)
+    products = grad_wide[entries.token].astype(np.float64) * widen(x[entries.row], wide)
     grad_probs[entries.token, entries.column] = products.sum(axis=1).astype(grad_probs.dtype)
 
 
@@ -212,7 +220,7 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: np.ndarray | None, *
     rows[entries.token, entries.place] = entries.row
     weights = None
     if merging_probs is not None:
-        weights = np.zeros(rows.shape, _wide(out.dtype))
+        weights = np.zeros(rows.shape, accumulator_of(out.dtype))
         weights[entries.token, entries.place] = merging_probs[entries.token, entries.column]
     if not isinstance(x, QuantTensor) and out.dtype in (BFLOAT16, np.dtype(np.float32)) and len(x):
         bits = np.uint16 if out.dtype == BFLOAT16 else np.uint32
@@ -237,7 +245,7 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: np.ndarray | None, *
 @quietly
 def merge_plain(x: Any, rows: np.ndarray, weights: np.ndarray | None, out: np.ndarray) -> None:
     """out[t] = sum over slots j of x[rows[t, j]] * weights[t, j], in that order, in float32."""
-    wide = _wide(out.dtype)
+    wide = accumulator_of(out.dtype)
     total = np.zeros(out.shape, wide)
     for place in range(rows.shape[1]):
         has = rows[:, place] >= 0
@@ -307,18 +315,9 @@ def _row_bytes(x: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1 if x.size else 0).view(np.uint8)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    """Accumulator dtype: float32, or float64 for float64 rows."""
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def _widen(x: np.ndarray, wide: np.dtype) -> np.ndarray:
-    return x if x.dtype == wide else to_f32(x).astype(wide, copy=False)
-
-
 def _decoded_rows(x: Any, rows: np.ndarray, wide: np.dtype) -> np.ndarray:
     if not isinstance(x, QuantTensor):
-        return _widen(x[rows], wide)
+        return widen(x[rows], wide)
     codes = x.data[rows]
     if x.fmt == "e2m1":
         codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(len(codes), -1)
