@@ -3,14 +3,13 @@
 Needs ``pip install 'fp8moe[jax]'``.
 """
 
-from fp8moe.adapters.jax.expert_parallel import moe_experts_over_axis
+from fp8moe.adapters.jax.layer import moe_experts
 from fp8moe.adapters.jax.ops import (
     EXPORT_CHECKS,
     dequantize,
     grouped_gemm,
     grouped_gemm_wgrad,
     moe_backward,
-    moe_experts,
     moe_forward,
     pad,
     permute,
@@ -50,7 +49,6 @@ __all__ = [
     "layer_stats",
     "moe_backward",
     "moe_experts",
-    "moe_experts_over_axis",
     "moe_forward",
     "pad",
     "permute",

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import fp8moe
-from fp8moe.adapters.jax import expert_parallel as jax_expert_parallel
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.adapters.jax import ops as jax_ops
 
 T, H, F, E, K = 16, 128, 128, 4, 2
@@ -29,7 +29,7 @@ ids, probs = jnp.asarray(RNG.integers(-1, E, (T, K)), jnp.int32), jnp.asarray(RN
 sizes = jnp.full(8, T // 8, jnp.int32)
 
 
-def layer(x, w13, w2, probs, ids, ffn=jax_ops.moe_experts, **options):
+def layer(x, w13, w2, probs, ids, ffn=jax_layer.moe_experts, **options):
     return ffn(x, w13, w2, ids, probs, recipe="bf16", **options)
 
 
@@ -83,7 +83,7 @@ for function, arrays, specs, integers in (
         # each with an error of at most 128 * 2^-24 of its terms
         assert np.linalg.norm(a - b) <= 6 * 128 * 2.0**-24 * np.linalg.norm(b), function
 
-by_experts = functools.partial(layer, ffn=jax_expert_parallel.moe_experts_over_axis, axis_name="d")
+by_experts = functools.partial(layer, ffn=jax_layer.moe_experts, axis_name="d")
 checked, unchecked = (
     gradients(on_devices(by_experts, SPLIT, check_vma=check), (x, w13, w2, probs), (ids,))
     for check in (True, False)

@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8moe import Activation
-from fp8moe.adapters.jax import expert_parallel as jax_expert_parallel
-from fp8moe.adapters.jax import ops as jax_ops
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.adapters.transformer_engine import jax as te
 
 COUNT = int(sys.argv[1])
@@ -53,13 +52,13 @@ def step(ffn, **options):
 
 
 def on_all(arguments, **options):
-    run = step(jax_expert_parallel.moe_experts_over_axis, axis_name="ep", **options)
+    run = step(jax_layer.moe_experts, axis_name="ep", **options)
     shards = {"mesh": MESH, "in_specs": (P("ep"),) * 6, "out_specs": P("ep"), "check_vma": False}
     return [np.asarray(a) for a in jax.jit(jax.shard_map(run, **shards))(*arguments)]
 
 
 def on_one(arguments, **options):
-    return [np.asarray(a) for a in jax.jit(step(jax_ops.moe_experts, **options))(*arguments)]
+    return [np.asarray(a) for a in jax.jit(step(jax_layer.moe_experts, **options))(*arguments)]
 
 
 def same_as_one(k, ids, recipe, recompute=None, transposed=False):

@@ -9,6 +9,7 @@ from cases import generator, same_bits
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.adapters.jax import ops as jax_ops
 from fp8moe.adapters.transformer_engine import jax as te
 
@@ -29,7 +30,7 @@ probs = RNG.random(ids.shape).astype(np.float32)
 
 
 def layer(x, wi, wo, ids, probs, **options):
-    return jax_ops.moe_experts(x, wi, wo, ids, probs, recipe="fp8_flow", transposed=True, **options)
+    return jax_layer.moe_experts(x, wi, wo, ids, probs, recipe="fp8_flow", transposed=True, **options)
 
 
 def step(x, wi, wo, ids, probs, dy, **options):
@@ -42,7 +43,7 @@ weights = tuple(put(w, None, "data", "model") for w in wi), put(wo, "model", "da
 message = (
     "got a program that XLA partitions over 4 devices; wanted arrays of one device, because XLA would run "
     "the whole call on each; call it inside jax.shard_map over all axes of the mesh, or pass token_sharding "
-    "to jax_ops.moe_experts"
+    "to fp8moe.jax.moe_experts"
 )
 sharded = put(x, "data"), *weights, put(ids, "data"), put(probs, "data"), put(dy, "data")
 with pytest.raises(ValueError, match=f"quantize_weights: {message}"):

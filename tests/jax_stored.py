@@ -12,6 +12,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.adapters.jax import ops as jax_ops
 
 verb, folder = sys.argv[1], Path(sys.argv[2])
@@ -26,7 +27,7 @@ jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if "c
 
 
 def loss(x, w13, w2, ids, probs):
-    return jax_ops.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(jnp.float32).sum()
+    return jax_layer.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(jnp.float32).sum()
 
 
 def arrays():

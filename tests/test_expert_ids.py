@@ -121,17 +121,16 @@ def test_the_check_before_rows_are_sent():
 
 def test_the_check_in_jax():
     jax = pytest.importorskip("jax")
-    from fp8moe.adapters.jax import expert_parallel as jax_expert_parallel
-    from fp8moe.adapters.jax import ops as jax_ops
+    from fp8moe.adapters.jax import layer as jax_layer
 
     def layer(ids):
-        return jax_ops.moe_experts(X, W13, W2, ids, PROBS, recipe="fp8_flow")
+        return jax_layer.moe_experts(X, W13, W2, ids, PROBS, recipe="fp8_flow")
 
     spec, mesh = jax.sharding.PartitionSpec("ep"), jax.sharding.Mesh(np.array(jax.devices()[:1]), ("ep",))
 
     def sharded(ids):  # traced anew, since the check is part of the program
         def run(*arrays):
-            return jax_expert_parallel.moe_experts_over_axis(*arrays, axis_name="ep", recipe="bf16")
+            return jax_layer.moe_experts(*arrays, axis_name="ep", recipe="bf16")
 
         run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return jax.jit(run)(X, W13, W2, ids, PROBS)

@@ -39,6 +39,7 @@ import fp8moe
 from fp8moe import Activation
 from fp8moe.adapters.jax import calls as jax_calls
 from fp8moe.adapters.jax import ffi as jax_ffi
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.runtime import recording
 from fp8moe.runtime.record_trees import map_arrays
 
@@ -105,7 +106,7 @@ def test_backend_of_the_layer(recipe, backend, put):
 
     def step(x, w13, w2, probs, dy, backend=backend):
         def layer(x, w13, w2, probs):
-            return jax_ops.moe_experts(x, w13, w2, ids, probs, recipe=recipe, backend=backend)
+            return jax_layer.moe_experts(x, w13, w2, ids, probs, recipe=recipe, backend=backend)
 
         y, back = jax.vjp(layer, x, w13, w2, probs)
         return y, *back(dy)
@@ -125,7 +126,7 @@ def test_unsupported_backend_is_named(put):
     wide = [put(a.astype(np.float32)) for a in (X, *weights(), PROBS)]
 
     def layer(x, w13, w2, probs):
-        return jax_ops.moe_experts(x, w13, w2, put(IDS), probs, recipe="bf16", backend="wgmma")
+        return jax_layer.moe_experts(x, w13, w2, put(IDS), probs, recipe="bf16", backend="wgmma")
 
     with pytest.raises(Exception, match="backend: got 'wgmma' for a product it does not take"):
         jax.block_until_ready(jax.jit(layer)(*wide))
@@ -140,7 +141,7 @@ def test_the_layers_gradients(recipe, recompute, put):
     @jax.jit
     def gradients(x, w13, w2, probs, dy):
         def loss(x, w13, w2, probs):
-            y = jax_ops.moe_experts(
+            y = jax_layer.moe_experts(
                 x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, activation=Activation(clamp=2.0)
             )
             return (y.astype(jnp.float32) * dy).sum()
@@ -166,7 +167,7 @@ def test_scan_checkpoint_and_vmap(put):
     x, probs, ids = put(X), put(PROBS), put(IDS)
 
     def layer(x, _=None):
-        return jax_ops.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype), None
+        return jax_layer.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype), None
 
     def twice(x):
         return layer(layer(x)[0])[0].astype(jnp.float32).sum()
@@ -222,7 +223,7 @@ def test_program_captured_in_a_cuda_graph(put, monkeypatch):
     def program(x, ids):
         plan = jax_ops.plan_topk(ids, E, align_size=16)
         for _ in range(6):
-            x = jax_ops.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
+            x = jax_layer.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
         return jax_ops.permute(x, plan, probs).data
 
     for turn in range(6):
@@ -251,7 +252,7 @@ def test_descriptions_of_a_program_are_decoded_once(put):
     @jax.jit
     def program(x):
         for _ in range(3):
-            x = jax_ops.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
+            x = jax_layer.moe_experts(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
         return x
 
     before = jax_calls.places_called()
@@ -270,8 +271,8 @@ def test_dropped_programs_release_their_scratch_memory(put):
 
     def program(factor):
         def layer(x):
-            y = jax_ops.moe_experts(x * factor, w13, w2, ids, probs, recipe="fp8_flow")
-            return jax_ops.moe_experts(y.astype(x.dtype), w13, w2, ids, probs, recipe="fp8_flow")
+            y = jax_layer.moe_experts(x * factor, w13, w2, ids, probs, recipe="fp8_flow")
+            return jax_layer.moe_experts(y.astype(x.dtype), w13, w2, ids, probs, recipe="fp8_flow")
 
         return jax.jit(layer)
 
@@ -317,7 +318,7 @@ def test_layouts_of_weights(recipe, put):
 
     def gradients(x, w13, w2, **options):
         def layer(x, w13, w2):
-            return jax_ops.moe_experts(x, w13, w2, ids, probs, recipe=recipe, **options)
+            return jax_layer.moe_experts(x, w13, w2, ids, probs, recipe=recipe, **options)
 
         y, back = jax.vjp(layer, x, w13, w2)
         return y, *back(dy)

@@ -1,8 +1,9 @@
-"""`jax_ops.moe_experts` as JAX trainers call it: layouts, dtypes, widths, stored programs, devices."""
+"""`fp8moe.jax.moe_experts` as JAX trainers call it: layouts, dtypes, widths, stored programs, devices."""
 
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -15,8 +16,9 @@ from cases import BF16, generator, same_bits
 from jax_cases import E, H, K, T, jax, jax_ops, jnp
 
 import fp8moe
+from fp8moe.adapters.jax import layer as jax_layer
+from fp8moe.layer.options import LayerOptions
 
-jax_expert_parallel = pytest.importorskip("fp8moe.adapters.jax.expert_parallel")
 HERE = Path(__file__).parent
 FP8 = ("fp8_flow", "fp8_blockwise")
 
@@ -82,7 +84,7 @@ def step(layer):
 def by_jax(arguments, transposed=False, apart=False, **options):
     x, w1, w3, w2, ids, probs, dy = arguments
     w13, w2 = in_layout(w1, w3, w2, transposed, apart)
-    layer = step(lambda *a: jax_ops.moe_experts(*a, transposed=transposed, **options))
+    layer = step(lambda *a: jax_layer.moe_experts(*a, transposed=transposed, **options))
     arrays = jax.tree.map(jnp.asarray, (x, w13, w2, ids, probs, dy))
     y, dx, dprobs, dw13, dw2 = jax.tree.map(np.asarray, jax.jit(layer)(*arrays))
     assert jax.tree.structure(dw13) == jax.tree.structure(w13)
@@ -166,7 +168,7 @@ def test_activation_without_gates(recipe, transposed, ffn):
     grads = fp8moe.moe_backward(saved, dy.astype(BF16).reshape(-1, H))
     wanted = [y, grads.dx, grads.dprobs, grads.dw13[:, :ffn], grads.dw2[:, :, :ffn]]
     turn = (lambda w: w.swapaxes(1, 2)) if transposed else (lambda w: w)
-    layer = step(lambda *a: jax_ops.moe_experts(*a, transposed=transposed, **options))
+    layer = step(lambda *a: jax_layer.moe_experts(*a, transposed=transposed, **options))
     y, dx, dprobs, dw13, dw2 = jax.jit(layer)(*map(jnp.asarray, (x, turn(w1), turn(w2), ids, probs, dy)))
     for a, b in zip((y, dx, dprobs, turn(dw13), turn(dw2)), wanted, strict=True):
         np.testing.assert_array_equal(a, b.astype(np.float32).reshape(a.shape))
@@ -180,7 +182,7 @@ def test_numpy_arguments(recipe, transposed):
     arrays = x, *in_layout(w1, w3, w2, transposed, apart=False), probs
 
     def layer(x, w13, w2, probs):
-        return jax_ops.moe_experts(x, w13, w2, ids, probs, recipe=recipe, transposed=transposed)
+        return jax_layer.moe_experts(x, w13, w2, ids, probs, recipe=recipe, transposed=transposed)
 
     np.testing.assert_array_equal(layer(*arrays), layer(*map(jnp.asarray, arrays)))
     for i in range(len(arrays)):
@@ -195,11 +197,9 @@ def test_numpy_arguments(recipe, transposed):
 @pytest.mark.parametrize(("tokens", "topk"), [(0, K), (3, 0), (0, 0)])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_no_tokens_or_no_experts_of_a_token(recipe, tokens, topk, axis_name):
-    layer = functools.partial(jax_ops.moe_experts, recipe=recipe)
+    layer = functools.partial(jax_layer.moe_experts, recipe=recipe)
     if axis_name is not None:
-        layer = functools.partial(
-            jax_expert_parallel.moe_experts_over_axis, axis_name=axis_name, recipe=recipe
-        )
+        layer = functools.partial(layer, axis_name=axis_name)
         one, spec = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("ep",)), jax.P("ep")
         layer = jax.shard_map(layer, mesh=one, in_specs=spec, out_specs=spec, check_vma=False)
     _, w1, w3, w2, *_ = problem()
@@ -235,7 +235,7 @@ def test_codes_of_transposed_weights():
         jax_ops.quantize_weights(wo, columns=128, transposed=True),
     ]
     y, back = jax.vjp(
-        jax.jit(lambda x: jax_ops.moe_experts(x, *codes, ids, probs, recipe="fp8_flow")), jnp.asarray(x)
+        jax.jit(lambda x: jax_layer.moe_experts(x, *codes, ids, probs, recipe="fp8_flow")), jnp.asarray(x)
     )
     wanted = by_the_library(x, w1, w3, w2, ids, probs, dy, "fp8_flow")
     assert same_bits(np.asarray(y), wanted[0])
@@ -256,7 +256,7 @@ def test_the_flax_layer_against_ragged_dot():
     probs, dy = rng.random(ids.shape).astype(np.float32), rng.standard_normal(shapes[0]).astype(np.float32)
 
     def ours(x, wi_0, wi_1, wo, probs):
-        return jax_ops.moe_experts(x, (wi_0, wi_1), wo, ids, probs, recipe="bf16", transposed=True)
+        return jax_layer.moe_experts(x, (wi_0, wi_1), wo, ids, probs, recipe="bf16", transposed=True)
 
     def ragged(x, wi_0, wi_1, wo, probs):
         return flax_moe.by_ragged_dot(x, wi_0, wi_1, wo, ids, probs)
@@ -308,9 +308,9 @@ def test_inconsistent_arguments_raise(name):
     weights, kind, message = REFUSED[name]
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     with pytest.raises(kind, match=message):
-        jax_ops.moe_experts(x, *weights(x, jnp.concatenate([w1, w3], 1), w2), ids, probs, recipe="bf16")
+        jax_layer.moe_experts(x, *weights(x, jnp.concatenate([w1, w3], 1), w2), ids, probs, recipe="bf16")
     with pytest.raises(ValueError, match="recipe: got 'fp8'"):
-        jax_ops.moe_experts(x, w1, w2, ids, probs, recipe="fp8")
+        jax_layer.moe_experts(x, w1, w2, ids, probs, recipe="fp8")
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])
@@ -319,9 +319,9 @@ def test_inconsistent_arguments_raise(name):
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
 def test_different_widths_of_the_weights_raise(recipe, widths, transposed, axis_name):
     """Also widths that are equal after padding."""
-    layer, options = jax_ops.moe_experts, {"recipe": recipe, "transposed": transposed}
+    layer, options = jax_layer.moe_experts, {"recipe": recipe, "transposed": transposed}
     if axis_name is not None:
-        layer, options = jax_expert_parallel.moe_experts_over_axis, {**options, "axis_name": axis_name}
+        options["axis_name"] = axis_name
     (x, w1, w3, *_), (*_, w2, ids, probs, _) = (problem(ffn=ffn) for ffn in widths)
     for apart, name, factor in ((True, "F", 1), (False, "2F", 2)):
         wrong, right = (f"{name} = {factor * ffn}" for ffn in widths)
@@ -334,9 +334,9 @@ def test_different_widths_of_the_weights_raise(recipe, widths, transposed, axis_
 @pytest.mark.parametrize("axis_name", [None, "ep"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_other_numbers_of_dimensions_raise(recipe, axis_name):
-    layer, options = jax_ops.moe_experts, {"recipe": recipe}
+    layer, options = jax_layer.moe_experts, {"recipe": recipe}
     if axis_name is not None:
-        layer, options = jax_expert_parallel.moe_experts_over_axis, {**options, "axis_name": axis_name}
+        options["axis_name"] = axis_name
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     given = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs}
     row = {"x": x[0, 0], "topk_ids": ids[0, 0], "topk_probs": probs[0, 0]}
@@ -357,14 +357,37 @@ def test_parts_of_two_dtypes_raise(recipe):
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     weights = (w1, w3.astype(jnp.bfloat16)), w2
     with pytest.raises(TypeError, match="w13: got a tuple of float32 and bfloat16; wanted one dtype"):
-        jax_ops.moe_experts(x, *weights, ids, probs, recipe=recipe)
+        jax_layer.moe_experts(x, *weights, ids, probs, recipe=recipe)
+
+
+def test_options_of_one_kind_of_parallelism_without_it_raise():
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    arrays = x, (w1, w3), w2, ids, probs
+    for name in ("capacity", "num_out_tokens"):
+        with pytest.raises(ValueError, match=f"{name}: got 8 without axis_name; wanted None"):
+            jax_layer.moe_experts(*arrays, **{name: 8})
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("ep",)), jax.P("ep"))
+    with pytest.raises(ValueError, match=r"token_sharding: got .* with axis_name='ep'; wanted one of them"):
+        jax_layer.moe_experts(*arrays, token_sharding=sharding, axis_name="ep")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_sm'"):
+        jax_layer.moe_experts(*arrays, num_sm=8)
+
+
+def test_default_recipe():
+    """The same as of the layer for NumPy's arrays, and for torch's."""
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    arrays = x, (w1, w3), w2, ids, probs
+    wanted = jax_layer.moe_experts(*arrays, recipe="fp8_flow")
+    np.testing.assert_array_equal(jax_layer.moe_experts(*arrays), wanted)
+    for core in (fp8moe.moe_forward, fp8moe.moe_forward_permuted):
+        assert inspect.signature(core).parameters["recipe"].default == LayerOptions().recipe == "fp8_flow"
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])
 def test_words_for_transposed_raise(axis_name):
-    layer, options = jax_ops.moe_experts, {"recipe": "bf16"}
+    layer, options = jax_layer.moe_experts, {"recipe": "bf16"}
     if axis_name is not None:
-        layer, options = jax_expert_parallel.moe_experts_over_axis, {**options, "axis_name": axis_name}
+        options["axis_name"] = axis_name
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     with pytest.raises(TypeError, match="transposed: got str; wanted True or False"):
         layer(x, (w1, w3), w2, ids, probs, transposed="false", **options)
@@ -373,9 +396,9 @@ def test_words_for_transposed_raise(axis_name):
 @pytest.mark.parametrize("axis_name", [None, "ep"])
 def test_other_leading_dimensions_raise(axis_name):
     """Ids and probabilities of [S, B] for tokens of [B, S] would be those of other tokens."""
-    layer, options = jax_ops.moe_experts, {"recipe": "bf16"}
+    layer, options = jax_layer.moe_experts, {"recipe": "bf16"}
     if axis_name is not None:
-        layer, options = jax_expert_parallel.moe_experts_over_axis, {**options, "axis_name": axis_name}
+        options["axis_name"] = axis_name
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     weights, half = ((w1, w3), w2), T // 2
     message = rf"got shape \[{half}, 2, {K}\]; wanted \[2, {half}, k\], for x \[2, {half}, {H}\]"
@@ -396,19 +419,19 @@ def test_weights_of_the_other_layout_name_the_option(recipe, hidden, ffn, transp
     w2 = rng.standard_normal((2, hidden, ffn)).astype(np.float32)
     x, ids, probs = jnp.ones((4, hidden)), jnp.zeros((4, 1), int), jnp.ones((4, 1))
     weights = in_layout(w1, w3, w2, transposed, apart)
-    jax_ops.moe_experts(x, *weights, ids, probs, recipe=recipe, transposed=transposed)
+    jax_layer.moe_experts(x, *weights, ids, probs, recipe=recipe, transposed=transposed)
     if hidden == ffn and apart:
         return  # which fit in both layouts
     with pytest.raises(ValueError, match=f"w13: got .*; pass transposed={transposed} for weights"):
-        jax_ops.moe_experts(x, *weights, ids, probs, recipe=recipe, transposed=not transposed)
+        jax_layer.moe_experts(x, *weights, ids, probs, recipe=recipe, transposed=not transposed)
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep", "sharded tokens"])
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_probs"])
 def test_lists_are_refused_by_name(name, axis_name):
-    layer, options = jax_ops.moe_experts, {"recipe": "bf16"}
+    layer, options = jax_layer.moe_experts, {"recipe": "bf16"}
     if axis_name == "ep":
-        layer, options["axis_name"] = jax_expert_parallel.moe_experts_over_axis, axis_name
+        options["axis_name"] = axis_name
     elif axis_name is not None:
         mesh = jax.make_mesh((1,), ("ep",), (jax.sharding.AxisType.Auto,))
         options["token_sharding"] = jax.NamedSharding(mesh, jax.P("ep"))
@@ -423,7 +446,7 @@ def test_one_leading_dimension_for_ids():
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     flat = (a.reshape(-1, K) for a in (ids, probs))
     y, wanted = (
-        jax_ops.moe_experts(x, (w1, w3), w2, *routing, recipe="bf16") for routing in (flat, (ids, probs))
+        jax_layer.moe_experts(x, (w1, w3), w2, *routing, recipe="bf16") for routing in (flat, (ids, probs))
     )
     np.testing.assert_array_equal(y, wanted)
 
@@ -436,9 +459,9 @@ def gradient_by(backend, axis_name=None, num_sms=None):
     _, w1, w3, w2, *_ = problem()
     w13, ids = jnp.asarray(np.concatenate([w1, w3], 1)), jnp.zeros((T, 1), jnp.int32)
     arrays = jnp.ones((T, H)), w13, jnp.asarray(w2), ids, jnp.ones((T, 1))
-    layer, options = jax_ops.moe_experts, {"recipe": "fp8_flow", "backend": backend, "num_sms": num_sms}
+    layer, options = jax_layer.moe_experts, {"recipe": "fp8_flow", "backend": backend, "num_sms": num_sms}
     if axis_name is not None:
-        layer, options = jax_expert_parallel.moe_experts_over_axis, {**options, "axis_name": axis_name}
+        options["axis_name"] = axis_name
     return jax.grad(lambda *a: layer(*a, **options).sum()), arrays
 
 
@@ -495,11 +518,11 @@ def test_unknown_backend_raises(axis_name):
 
 WITHOUT = {
     "quantize_weights": (lambda w: jax_ops.quantize_weights(w).rowwise.scales, "pass the float arrays to"),
-    "quantize": (lambda w: jax_ops.quantize(w[0]).scales, "pass the float arrays to jax_ops.moe_experts"),
+    "quantize": (lambda w: jax_ops.quantize(w[0]).scales, "pass the float arrays to fp8moe.jax.moe_experts"),
     "swiglu_quantize": (lambda w: jax_ops.swiglu_quantize(w[0]).scales, "pass the float arrays to"),
     "grouped_gemm": (
         lambda w: jax_ops.grouped_gemm(w[0], w, jnp.array([0, 64, 128], jnp.int32)),
-        "call jax_ops.moe_experts, which has gradients",
+        "call fp8moe.jax.moe_experts, which has gradients",
     ),
     "swiglu_backward": (
         lambda w: jax_ops.swiglu_backward(w[0, :, :64], w[0]).dh,

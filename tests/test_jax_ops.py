@@ -38,6 +38,7 @@ import fp8moe
 from fp8moe import Activation, RouterConfig
 from fp8moe.adapters.jax import calls as jax_calls
 from fp8moe.adapters.jax import ffi as jax_ffi
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.runtime.record_trees import map_arrays
 
 
@@ -79,7 +80,7 @@ def test_the_layers_gradients(recipe, recompute):
     dy = RNG.standard_normal((T, H)).astype(BF16)
 
     def loss(x, w13, w2, probs):
-        y = jax_ops.moe_experts(
+        y = jax_layer.moe_experts(
             x,
             w13,
             w2,
@@ -109,7 +110,7 @@ def test_jitted_step_uses_the_current_weights():
     def step(w13, w2, x, probs):
         def loss(w13, w2):
             return (
-                jax_ops.moe_experts(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow")
+                jax_layer.moe_experts(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow")
                 .astype(jnp.float32)
                 .sum()
             )
@@ -137,7 +138,7 @@ def test_quantised_weights_have_no_gradient():
 
     def loss(x, w13, w2):
         return (
-            jax_ops.moe_experts(x, w13, w2, IDS_ON_JAX, to_jax(PROBS), recipe="fp8_flow")
+            jax_layer.moe_experts(x, w13, w2, IDS_ON_JAX, to_jax(PROBS), recipe="fp8_flow")
             .astype(jnp.float32)
             .sum()
         )
@@ -189,7 +190,7 @@ def test_transformations():
     x, probs = to_jax(X), to_jax(PROBS)
 
     def layer(x, _=None):
-        return jax_ops.moe_experts(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(x.dtype), None
+        return jax_layer.moe_experts(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(x.dtype), None
 
     def stacked(x):
         return jax.lax.scan(layer, x, None, length=2)[0].astype(jnp.float32).sum()
@@ -293,7 +294,7 @@ def test_array_to_add_to_that_is_also_an_input(jit):
 def test_options_of_the_layer(options, error, message):
     w13, w2 = weights(BF16)
     with pytest.raises(error, match=message):
-        jax_ops.moe_experts(X, w13, w2, IDS, PROBS, recipe="fp8_flow", **options)
+        jax_layer.moe_experts(X, w13, w2, IDS, PROBS, recipe="fp8_flow", **options)
 
 
 def test_numpy_arrays_of_64_bits_in_a_program():

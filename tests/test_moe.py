@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import types
+import typing
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from oracles import torch_swiglu
 
 import fp8moe
 from fp8moe import Quantized, QuantTensor
-from fp8moe.activation import SWIGLU
+from fp8moe.activation import SWIGLU, Activation
+from fp8moe.layer.options import LayerArguments, LayerOptions
+from fp8moe.layer.recipes import RECIPES, RecipeName
 from fp8moe.records import ArraySpec
 from fp8moe.runtime import dispatch
 from fp8moe.runtime.interop import NUMPY
@@ -616,6 +619,16 @@ def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     fp8moe.moe_backward_weight(operands, num_sms=2)
     whole = 5 if recompute else 4
     assert [limit for _, limit in used] == [4] * whole + [6] * whole + [2] * 2
+
+
+def test_arguments_are_the_options():
+    """What type checkers accept as arguments of a layer is what `LayerOptions` has, and the recipes there
+    are."""
+    hints = typing.get_type_hints(LayerOptions)
+    assert hints.pop("activation") is Activation
+    assert typing.get_type_hints(LayerArguments) == hints
+    assert typing.get_args(RecipeName) == tuple(RECIPES)
+    assert all(name == recipe.name for name, recipe in RECIPES.items())
 
 
 def test_backend_on_the_cpu_raises():

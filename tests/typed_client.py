@@ -24,6 +24,7 @@ from fp8moe import (
     Trace,
 )
 from fp8moe.adapters import transformers
+from fp8moe.adapters.jax import layer as jax_layer
 from fp8moe.adapters.jax import ops as jax_ops
 from fp8moe.adapters.torch import fsdp as torch_fsdp
 from fp8moe.adapters.torch import layer as torch_moe
@@ -79,7 +80,7 @@ def jax_client(x: jax.Array, w13: jax.Array, w2: jax.Array, ids: jax.Array) -> j
     q: QuantTensor = jax_ops.quantize(x)
     assert_type(jax_ops.permute(q, plan), Permuted)
     assert_type(jax_ops.scaling_aware_transpose(q), QuantTensor)
-    y: jax.Array = jax_ops.moe_experts(x, w13, w2, ids, x, recipe="fp8_flow")
+    y: jax.Array = jax_layer.moe_experts(x, w13, w2, ids, x, recipe="fp8_flow")
     return y
 
 
@@ -91,7 +92,9 @@ def refused(x: np.ndarray[Any, Any], plan: PermutationPlan) -> None:
     fp8moe.plan_topk(x, num_experts="8")  # type: ignore[arg-type]
     RouterConfig(topk=8, score_function="softplus")  # type: ignore[arg-type]
     torch_ops.permute(x, plan, prob=x)  # type: ignore[call-arg]
-    jax_ops.moe_experts(x, x, x, x, x)  # type: ignore[call-arg]
+    jax_layer.moe_experts(x, x, x, x)  # type: ignore[call-arg]
+    jax_layer.moe_experts(x, x, x, x, x, recompute="experts", num_sm=8)  # type: ignore[call-arg]
+    jax_layer.moe_experts(x, x, x, x, x, recipe="fp8")  # type: ignore[arg-type]
     jax_ops.permute(x, plan, fill=True)  # type: ignore[call-arg]
     torch_moe.FP8FlowMoE(256, 128, 8, 2, recipe="fp8")  # type: ignore[arg-type]
     transformers.enable("fp16")  # type: ignore[arg-type]

@@ -6,9 +6,7 @@ temporaries included. JAX's persistent compilation cache stores such programs, a
 ``jax.export.export(function, disabled_checks=fp8moe.jax.EXPORT_CHECKS)`` exports them; a process that
 loads one must import `fp8moe.jax` first. Shapes are static: a plan has its static bound, and values are not
 checked. A jax.Array to add to (``out``, ``dw13``, ``dw2``) is not changed; the sum is returned, in the same
-memory if XLA can reuse it. FP8 tensors are never inputs or outputs of a differentiated function:
-`moe_experts` computes the whole FP8 segment inside one ``custom_vjp``, with bfloat16 (or float32) inputs and
-outputs.
+memory if XLA can reuse it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import math
 import typing
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,17 +35,10 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.jax import calls as jax_calls
-from fp8moe.formats import BFLOAT16
-from fp8moe.layer.options import RECOMPUTE
-from fp8moe.layer.recipes import RECIPES
-from fp8moe.layer.saved import Saved
-from fp8moe.ops.grouped_gemm import BACKENDS, check_limit
 from fp8moe.records import (
-    MoEGrads,
     Options,
     PermutationPlan,
     Permuted,
-    Quantized,
     QuantTensor,
     SortedChunks,
 )
@@ -62,7 +53,6 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_wgrad",
     "moe_backward",
-    "moe_experts",
     "moe_forward",
     "pad",
     "permute",
@@ -91,7 +81,6 @@ __all__ = [
     "unpermute_backward",
 ]
 
-WIDTH = 128  # block width of FP8 weights
 #: ``disabled_checks`` for ``jax.export.export``, which rejects custom calls it does not know
 EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, jax_calls.TARGETS))
 
@@ -472,132 +461,7 @@ def _route_bwd(config, num_sequences, residuals, grads):  # type: ignore[no-unty
 _route.defvjp(_route_fwd, _route_bwd)
 
 
-def moe_experts(
-    x: Any,
-    w13: Any,
-    w2: Any,
-    topk_ids: Any,
-    topk_probs: Any,
-    *,
-    recipe: str,
-    recompute: str | None = None,
-    activation: Activation = SWIGLU,
-    transposed: bool = False,
-    token_sharding: jax.sharding.NamedSharding | None = None,
-    backend: str | None = None,
-    num_sms: int | None = None,
-) -> Any:
-    """Compute the experts of a layer for any float dtypes and weight layouts, with gradients.
-
-    Parameters
-    ----------
-    x : jax.Array, floating point, [..., H]
-        Tokens. The FP8 recipes multiply them as bfloat16, "bf16" in their own dtype.
-    w13 : jax.Array, tuple of two, or Quantized
-        [E, 2F, H], gates before ups, or a tuple of the two, [E, F, H] each; [E, F, H] for an activation
-        without gates. bfloat16, float16 or float32, such as master weights; for "bf16" also float64. Or, for
-        the FP8 recipes, the result of `quantize_weights`, for weights of any layout; it has no gradient.
-    w2 : jax.Array or Quantized
-        [E, H, F]. As ``w13``.
-    topk_ids : jax.Array, int32 or int64, [..., k]
-        Global expert ids; ids below 0 or from E on mean no expert.
-    topk_probs : jax.Array, floating point, [..., k]
-        Factors of the experts' outputs.
-    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        Precision.
-    recompute : None or "moe_expert"
-        As in `fp8moe.moe_forward`.
-    activation : Activation
-        Activation between the two products.
-    transposed : bool
-        Whether the weights have the layout of ``jax.lax.ragged_dot``, as in MaxText's and Transformer
-        Engine's layers: w13 [E, H, 2F] or (wi_0, wi_1) [E, H, F] each, and w2, their wo, [E, F, H].
-    token_sharding : NamedSharding or None
-        Sharding of x's leading dimensions over the devices of a mesh, in a program that XLA partitions: each
-        device computes its own tokens, with weights that XLA gathers, and the weight gradients are summed
-        over devices. Not allowed inside ``shard_map``, where a device has access to its own arrays only.
-    backend : "wgmma", "mma", "cublas", "plain" or None
-        Kernels of all products on CUDA, the backward's included, as in `fp8moe.grouped_gemm`; None: the
-        fastest. "cublas" synchronises, and is slow inside ``jax.jit``.
-    num_sms : int or None
-        Maximum number of SMs that each product may use, as in `fp8moe.moe_forward`.
-
-    Returns
-    -------
-    jax.Array, [..., H]
-        The outputs in x's dtype. Differentiable in x, w13, w2 and topk_probs, with gradients in their dtypes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments of the wrong dtype or inconsistent shapes; for a program that XLA partitions, without
-        token_sharding; for a backend or num_sms on the CPU. Whether a device supports the requested backend
-        is checked at the launch: inside ``jax.jit`` XLA raises an error with the ValueError's text.
-
-    Notes
-    -----
-    The layer is `fp8moe.moe_forward`. The quantise operation for (128, 128) blocks reads weights of all these
-    layouts once and writes both orientations, gates and ups into one array of codes, with zeros up to the
-    next multiple of 128 if F is not one, so the FP8 recipes need no copy of the weights. "bf16" transposes
-    and concatenates the weights.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> import fp8moe.jax
-    >>> x, w13, w2 = jnp.ones((1, 1)), jnp.array([[[100.0], [2.0]]]), jnp.array([[[1.0]]])
-    >>> ids, probs = jnp.zeros((1, 1), int), jnp.full((1, 1), 0.5)
-    >>> layer = lambda x, w2: fp8moe.jax.moe_experts(x, w13, w2, ids, probs, recipe="bf16").sum()
-    >>> y, (_, dw2) = jax.jit(jax.value_and_grad(layer, argnums=(0, 1)))(x, w2)
-    >>> float(y), float(dw2[0, 0, 0])
-    (100.0, 100.0)
-    """
-    checks.choice("recipe", recipe, RECIPES)
-    checks.choice("recompute", recompute, RECOMPUTE)
-    checks.options("activation", activation, Activation)
-    checks.choice("backend", backend, BACKENDS)
-    transposed = checks.flag("transposed", transposed)
-    layer = _Layer(recipe, recompute, activation, transposed, backend, check_limit(num_sms))
-    if not isinstance(token_sharding, (jax.sharding.NamedSharding, type(None))):
-        raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")
-    if token_sharding is None:
-        return _moe_of_any_dtype(x, w13, w2, topk_ids, topk_probs, layer)
-    require_arrays(x=x, topk_ids=topk_ids, topk_probs=topk_probs)
-    tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
-    if len(tokens) >= x.ndim:
-        raise ValueError(
-            f"token_sharding: got {tokens} for x {list(x.shape)}; wanted the sharding of its leading "
-            "dimensions only, because a product contracts over all features of a token"
-        )
-    mesh, specs = token_sharding.mesh, (tokens, everywhere, everywhere, tokens, tokens)
-    arrays = x, w13, w2, topk_ids, topk_probs
-    if jax.sharding.AxisType.Explicit in mesh.axis_types:  # only `reshard` gathers arrays of explicit axes
-        arrays = tuple(
-            jax.tree.map(lambda a, s=spec: jax.reshard(a, jax.sharding.NamedSharding(mesh, s)), array)
-            for array, spec in zip(arrays, specs, strict=True)
-        )
-    device_layer = functools.partial(_moe_of_any_dtype, layer=layer)
-    run = jax.shard_map(device_layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
-    return run(*arrays)
-
-
-class _Layer(NamedTuple):
-    """Static arguments of a layer."""
-
-    recipe: str
-    recompute: str | None
-    activation: Activation
-    transposed: bool
-    backend: str | None
-    num_sms: int | None
-
-
-def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
-    rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed, layer.activation)
-    layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
-    ids, probs = of_tokens(x, ids, probs)
-    arrays = jax_calls.vary_alike(rows, *weights, probs, ids)
-    return _moe(*arrays, layer).astype(x.dtype).reshape(x.shape)
+# ---------------------------------------------------------------- arguments of a layer
 
 
 def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
@@ -614,10 +478,10 @@ def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
 def require_arrays(**values: Any) -> None:
     for name, a in values.items():
         if not isinstance(a, (jax.Array, np.ndarray)):
-            raise _no_jax_array(name, a)
+            raise no_jax_array(name, a)
 
 
-def _no_jax_array(name: str, x: Any) -> TypeError:
+def no_jax_array(name: str, x: Any) -> TypeError:
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
     return TypeError(f"{name}: got {kind}; wanted an array of JAX or NumPy; pass jax.numpy.asarray({name})")
 
@@ -625,185 +489,3 @@ def _no_jax_array(name: str, x: Any) -> TypeError:
 def as_matrix(a: Any) -> Any:
     """[..., n] as [m, n]; the number of rows is not left to `reshape`, which cannot find it if n is 0."""
     return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-
-
-def operands(
-    x: Any, w13: Any, w2: Any, recipe: str, transposed: bool, activation: Activation
-) -> tuple[Any, Any, Any]:
-    """x [T, H], w13 and w2 in the dtypes that ``recipe`` uses, with JAX's gradients; for "bf16" also with w13
-    as [E, 2F, H] and w2 as [E, H, F]."""
-    if isinstance(w13, list):
-        fix = "tuple(w13)" if len(w13) == 2 else "jax.numpy.stack(w13)"
-        raise TypeError(f"w13: got a list of {len(w13)}; wanted an array or a tuple of two; pass {fix}")
-    if isinstance(w13, tuple) and not w13:
-        raise TypeError("w13: got an empty tuple; wanted an array or a tuple of two")
-    parts = w13 if isinstance(w13, tuple) else (w13,)
-    for name, a in [("x", x), *(("w13", w) for w in parts), ("w2", w2)]:
-        if isinstance(a, Quantized):
-            if isinstance(w13, tuple) and name == "w13":
-                raise TypeError("w13: got a tuple of Quantized; wanted quantize_weights((gates, ups), ...)")
-            if recipe == "bf16":
-                raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
-        elif not isinstance(a, (jax.Array, np.ndarray)):
-            raise _no_jax_array(name, a)
-        elif a.dtype not in checks.FLOATS:
-            raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
-        elif name != "x" and a.ndim != 3:
-            raise ValueError(
-                f"{name}: got shape {list(a.shape)}; wanted three dimensions, the first of experts"
-            )
-        elif not a.ndim:
-            raise ValueError(f"{name}: got shape []; wanted [..., H]")
-    if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):
-        raise ValueError(
-            f"w13: got a tuple of shapes {[list(w.shape) for w in w13]}; wanted gates and ups, two arrays of "
-            "the same shape"
-        )
-    if isinstance(w13, tuple) and recipe != "bf16" and w13[0].dtype != w13[1].dtype:
-        raise TypeError(
-            f"w13: got a tuple of {w13[0].dtype} and {w13[1].dtype}; wanted one dtype; pass both as one"
-        )
-    if isinstance(w13, tuple) and not activation.gated:
-        raise ValueError(
-            f"w13: got gates and ups for kind={activation.kind!r}, which has no gates; wanted one array"
-        )
-    if all(_is_float(w) and w.ndim == 3 for w in (*parts, w2)):
-        # here, because widths that differ may be equal after padding
-        given = [w.shape[2 if transposed else 1] for w in parts]
-        ffn = int(w2.shape[1 if transposed else 2])
-        stored = _other_layout(x, parts, w2, transposed, activation)
-        if sum(given) != activation.columns(ffn):
-            of_each = "F" if len(parts) > 1 or not activation.gated else "2F"
-            raise ValueError(
-                f"w13: got {of_each} = {given[0]} with F = {ffn} of w2; wanted "
-                f"{of_each} = {activation.columns(ffn) // len(parts)}{stored}"
-            )
-        if stored and parts[0].shape[1 if transposed else 2] != x.shape[-1]:
-            raise ValueError(f"w13: got shape {list(parts[0].shape)} for x {list(x.shape)}{stored}")
-    rows = as_matrix(x)
-    if recipe != "bf16":
-        return rows.astype(jnp.bfloat16), w13, w2
-    gate_up = jnp.concatenate(parts, 2 if transposed else 1) if len(parts) > 1 else w13
-    w13, w2 = (w.astype(x.dtype) for w in (gate_up, w2))
-    # NumPy's swapaxes would give a view that is not contiguous
-    return rows, *(jnp.swapaxes(w, 1, 2) if transposed else w for w in (w13, w2))
-
-
-def _other_layout(x: Any, parts: Any, w2: Any, transposed: bool, activation: Activation) -> str:
-    """For errors: the option for weights that fit x in the other layout; "" if they do not."""
-    hidden, (inner, outer) = x.shape[-1], (2, 1) if transposed else (1, 2)
-    widths = sum(w.shape[outer] for w in parts), activation.columns(w2.shape[inner])
-    if (
-        any(n != hidden for n in (*(w.shape[inner] for w in parts), w2.shape[outer]))
-        or widths[0] != widths[1]
-    ):
-        return ""
-    return (
-        f"; pass transposed={not transposed} for weights {'[E, out, in]' if transposed else '[E, in, out]'}"
-    )
-
-
-def multiplied(w13: Any, w2: Any, layer: Any) -> tuple[Any, Any]:
-    """The weights of `operands` as `fp8moe.moe_forward` takes them, quantised if their layout requires it."""
-    is_pair, ffn = isinstance(w13, tuple), _ffn(w13, w2, layer)
-    if layer.recipe == "bf16" or ffn is None or not (is_pair or layer.transposed or ffn % WIDTH):
-        return w13, w2
-    padded = ffn + -ffn % WIDTH
-    if _is_float(w13):
-        parts = 1 if is_pair or not layer.activation.gated else 2
-        w13 = quantize_weights(w13, parts=parts, rows=padded, transposed=layer.transposed)
-    if _is_float(w2):
-        w2 = quantize_weights(w2, columns=padded, transposed=layer.transposed)
-    return w13, w2
-
-
-def _is_float(w: Any) -> bool:
-    return not isinstance(w, Quantized)
-
-
-def _ffn(w13: Any, w2: Any, layer: Any) -> int | None:
-    """F of floating-point weights; None if both are quantised."""
-    rows = 2 if layer.transposed else 1
-    if _is_float(w2):
-        return int(w2.shape[3 - rows])
-    if isinstance(w13, tuple):
-        return int(w13[0].shape[rows])
-    return layer.activation.width(int(w13.shape[rows])) if _is_float(w13) else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, layer, gradients=())[0]
-
-
-def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
-    y, saved = moe_forward(
-        x,
-        *multiplied(w13, w2, layer),
-        ids,
-        probs,
-        recipe=layer.recipe,
-        recompute=layer.recompute,
-        activation=layer.activation,
-        gradients=wanted_gradients(w13, w2) if gradients is None else gradients,
-        backend=layer.backend,
-        num_sms=layer.num_sms,
-    )
-    return y, (saved, like_weights(w13, w2), probs[:0])
-
-
-def _moe_bwd(layer, residuals, dy):  # type: ignore[no-untyped-def]
-    saved, like, probs = residuals
-    grads = moe_backward(saved, dy, **backward_options(saved, like, layer))
-    return grads.dx, *of_weights(grads, like, layer), grads.dprobs.astype(probs.dtype), None
-
-
-_moe.defvjp(_moe_fwd, _moe_bwd)
-
-
-def wanted_gradients(w13: Any, w2: Any) -> tuple[str, ...]:
-    """Gradients to compute; quantised weights have none."""
-    return "dx", "dprobs", *(n for n, w in {"dw13": w13, "dw2": w2}.items() if _is_float(w))
-
-
-def like_weights(*weights: Any) -> list[Any]:
-    """Placeholders for the weights in the backward, as `of_weights` takes them: empty arrays of their dtypes
-    and widths, or the quantised weights."""
-    return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
-
-
-def backward_options(saved: Saved, like: list[Any], layer: Any) -> dict[str, Any]:
-    """Options of `moe_backward` for weight gradients of the original widths, in bfloat16 if all weights are.
-    With "fp8_flow", dw13 is a pair if the weights are a pair, or were padded and have gates."""
-    ffn = _ffn(like[0], like[1], layer)
-    padded = None if ffn is None or ffn % WIDTH == 0 or not layer.activation.gated else ffn
-    is_pair = saved.options.precision.gradient_in_parts and (padded is not None or isinstance(like[0], tuple))
-    all_bfloat16 = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
-    return {
-        "dw13": (None, None) if is_pair else None,
-        "dtype": "bfloat16" if all_bfloat16 else "float32",
-        "gradients": wanted_gradients(*like),
-        "ffn": padded if is_pair else None,
-    }
-
-
-def of_weights(grads: MoEGrads, like: list[Any], layer: Any) -> list[Any]:
-    """Weight gradients in the weights' dtypes and layouts, None for quantised weights."""
-    (w13, w2), (dw13, dw2), transposed = like, (grads.dw13, grads.dw2), layer.transposed
-    ffn = _ffn(w13, w2, layer)
-    if _is_float(w2):
-        dw2 = _in_layout(dw2[:, :, :ffn], w2, transposed)
-    if isinstance(w13, tuple):
-        halves = dw13 if isinstance(dw13, tuple) else jnp.split(dw13, 2, 1)
-        dw13 = tuple(_in_layout(half[:, :ffn], w, transposed) for half, w in zip(halves, w13, strict=True))
-    elif _is_float(w13):
-        if not isinstance(dw13, tuple) and dw13.shape[1] > w13.shape[2 if transposed else 1]:
-            dw13 = jnp.split(dw13, layer.activation.columns(1), 1)  # each half has zeros after F
-        if not isinstance(dw13, jax.Array):
-            dw13 = jnp.concatenate([half[:, :ffn] for half in dw13], 1)
-        dw13 = _in_layout(dw13, w13, transposed)
-    return [dw if _is_float(w) else None for w, dw in ((w13, dw13), (w2, dw2))]
-
-
-def _in_layout(grad: Any, like: Any, transposed: bool) -> Any:
-    return (grad.swapaxes(1, 2) if transposed else grad).astype(like.dtype)

@@ -55,7 +55,7 @@ class LayerStats(NamedTuple):
     rows_per_expert : jax.Array, int32, [E]
         Number of these tokens' rows of each expert.
     overflow : jax.Array, int32, scalar
-        Number of rows that a ``capacity`` of `fp8moe.jax.moe_experts_over_axis` drops.
+        Number of rows that the ``capacity`` of `fp8moe.jax.moe_experts` drops.
     invalid_ids : jax.Array, int32, scalar
         Number of ids of num_experts and more, whose rows are dropped although no negative id says so: any is
         an error, such as ids that count from one.
@@ -113,8 +113,7 @@ def tensor_stats(values: Any) -> TensorStats:
 def layer_stats(
     x: Any, topk_ids: Any, num_experts: int, *, devices: int = 1, capacity: int | None = None
 ) -> LayerStats:
-    """Statistics of what a layer gets: `fp8moe.jax.moe_experts`, or one device's
-    `fp8moe.jax.moe_experts_over_axis`.
+    """Statistics of what a layer gets: `fp8moe.jax.moe_experts`, with ``axis_name`` that of one device.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ with zeros whose ids belong to no expert.
 A `Transport` moves the bytes: `fp8moe.torch.ProcessGroup` (NCCL, gloo) or `fp8moe.cupy.Communicator`. If
 ranks can write to each other's memory it is a `PeerMemory`: `fp8moe.torch.SymmetricMemory`. A library with
 its own dispatch and combine is an `Engine`: `fp8moe.torch.DeepEPEngine`. JAX has its own collectives:
-`fp8moe.jax.moe_experts_over_axis`.
+`fp8moe.jax.moe_experts` with ``axis_name``.
 """
 
 from fp8moe.expert_parallel.exchange import combine, combine_backward, dispatch, dispatch_backward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.layer.recipes import RECIPES, Recipe, RecipeName
@@ -12,6 +12,16 @@ from fp8moe.records import Options
 from fp8moe.runtime import checks
 
 RECOMPUTE = None, "moe_expert"
+
+
+class LayerArguments(TypedDict, total=False):
+    """The options as keyword arguments: ``**options: Unpack[LayerArguments]`` of a public function. The
+    activation is not among them: of some layers the model says it."""
+
+    recipe: RecipeName
+    recompute: str | None
+    backend: str | None
+    num_sms: int | None
 
 
 @dataclass(frozen=True)
