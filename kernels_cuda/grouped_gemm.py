@@ -45,7 +45,10 @@ def backends(product: Product, architecture: str) -> list[str]:
     """Backends that support a product of float32, bfloat16, float16 or FP8 on this architecture, fastest
     first; without "cublas", which synchronises."""
     tensor_cores = launchers(product).items()
-    return [*(name for name, module in tensor_cores if not module.takes(product, architecture)), "plain"]
+    return [
+        *(name for name, module in tensor_cores if not module.unsupported_reasons(product, architecture)),
+        "plain",
+    ]
 
 
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
@@ -64,7 +67,7 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
         if not product.flops:  # a rank without rows: no multiplication; weight gradients are zeros
             return Choice("plain")
         if backend in known:
-            why = known[backend].takes(product, architecture)
+            why = known[backend].unsupported_reasons(product, architecture)
         else:
             why = [f"the operands are {product.operands[0]}"]
         if why:
@@ -75,7 +78,7 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
         return Choice(backend)
     reasons: list[str] = []
     for name, module in known.items():
-        why = module.takes(product, architecture)
+        why = module.unsupported_reasons(product, architecture)
         if not why:
             return Choice(name, tuple(reasons))
         reasons += [f"{name}: {reason}" for reason in why]

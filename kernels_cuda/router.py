@@ -147,7 +147,9 @@ def route_backward(
 def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
     if not out.size:
         return
-    if why := grouped_gemm_wgmma16.takes(product_of_sum(addend, a, b, out), current_architecture()):
+    if why := grouped_gemm_wgmma16.unsupported_reasons(
+        product_of_sum(addend, a, b, out), current_architecture()
+    ):
         raise ValueError(
             f"addend, a, b: got a sum that no kernel takes ({'; '.join(why)}); wanted one as described in "
             "add_product; use a GEMM and an addition"

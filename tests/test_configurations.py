@@ -32,13 +32,13 @@ def test_launcher_constants_match_kernel_constants():
     assert constants("wgmma_pipeline.cuh")["STAGES"] == grouped_gemm_wgmma_fp8.STAGES
     assert wgmma["CLUSTER"] == grouped_gemm_wgmma_fp8.CLUSTER
     # a third warpgroup loads for the two that multiply
-    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma_fp8.THREADS
+    assert wgmma["CONSUMER_THREADS"] + 128 == grouped_gemm_wgmma_fp8.THREADS
     assert (wgmma["ROWS"] // 2, wgmma["COLUMNS"] // 2) == grouped_gemm_wgmma_fp8.BOXES
     sides = grouped_gemm_wgmma16.TILE_ROWS, grouped_gemm_wgmma16.TILE_COLUMNS
     assert (wgmma["ROWS"], wgmma["COLUMNS"]) == sides
     assert sum(sides) * wgmma["STEP_BYTES"] == grouped_gemm_wgmma16.STAGE_BYTES
     assert (wgmma["CLUSTER"], wgmma["TURNS"]) == (grouped_gemm_wgmma16.CLUSTER, grouped_gemm_wgmma16.TURNS)
-    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma16.THREADS
+    assert wgmma["CONSUMER_THREADS"] + 128 == grouped_gemm_wgmma16.THREADS
     of_16_bits = constants("wgmma16_pipeline.cuh")
     assert of_16_bits["PART_BYTES"] == grouped_gemm_wgmma16.PART_BYTES == 64 * wgmma["PITCH"]
     assert of_16_bits["PART_BYTES"] == 32 * wgmma["WIDE_PITCH"]
@@ -94,9 +94,9 @@ def test_grouped_gemm_expert_limit_fits_shared_memory(verb, kernel):
     wgmma = constants("wgmma_pipeline.cuh") | constants(kernel)
     largest = grouped_gemm_wgmma_fp8.TABLE_BYTES // (8 + wgmma["HALF_TILES"]) - 1
     product = Product(verb, ("e4m3", "e4m3"), "bfloat16", largest, 4096, 512, 256)
-    assert grouped_gemm_wgmma_fp8.takes(product, "sm_90a") == []
+    assert grouped_gemm_wgmma_fp8.unsupported_reasons(product, "sm_90a") == []
     assert grouped_gemm_wgmma_fp8.tiles_configuration(verb, largest, 132).shared <= H200["block"]
-    reasons = grouped_gemm_wgmma_fp8.takes(product._replace(experts=largest + 1), "sm_90a")
+    reasons = grouped_gemm_wgmma_fp8.unsupported_reasons(product._replace(experts=largest + 1), "sm_90a")
     assert reasons == [f"{largest + 1} experts are too many"]
 
 
@@ -355,7 +355,7 @@ PRODUCT = Product("grouped_gemm", ("bfloat16", "bfloat16"), "bfloat16", 8, 4096,
     "architecture", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"]
 )
 def test_wgmma_requires_hopper(architecture):
-    reasons = grouped_gemm_wgmma16.takes(PRODUCT, architecture)
+    reasons = grouped_gemm_wgmma16.unsupported_reasons(PRODUCT, architecture)
     assert reasons == ([] if architecture == "sm_90a" else [f"the device is {architecture}, not sm_90a"])
 
 
@@ -383,7 +383,7 @@ def test_wgmma_requires_hopper(architecture):
     ],
 )
 def test_16_bit_products_supported_by_wgmma(change, reason):
-    reasons = grouped_gemm_wgmma16.takes(PRODUCT._replace(**change), "sm_90a")
+    reasons = grouped_gemm_wgmma16.unsupported_reasons(PRODUCT._replace(**change), "sm_90a")
     assert len(reasons) == (reason is not None)
     assert reason is None or reasons[0].startswith(reason)
 

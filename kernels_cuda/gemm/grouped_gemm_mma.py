@@ -19,7 +19,7 @@ WARP_ROWS = 64
 MOST_BLOCKS = 2**31 - 1
 
 
-def takes(product: Product, architecture: str) -> list[str]:
+def unsupported_reasons(product: Product, architecture: str) -> list[str]:
     """Reasons why these kernels do not support a product; empty if they do."""
     why = []
     if not product.quantized and product.operands[0] not in ("bfloat16", "float16"):

@@ -21,7 +21,7 @@ TURNS = 4  # ring of scheduled tiles
 BLOCK_BYTES = 227 << 10
 
 
-def takes(product: Product, architecture: str) -> list[str]:
+def unsupported_reasons(product: Product, architecture: str) -> list[str]:
     """Reasons why these kernels do not support a product; empty if they do."""
     why = []
     if architecture != "sm_90a":

@@ -40,7 +40,7 @@ def _table_bytes(verb: str, experts: int) -> int:
     return (9 if verb == "grouped_gemm" else 8) * (experts + 1)
 
 
-def takes(product: Product, architecture: str) -> list[str]:
+def unsupported_reasons(product: Product, architecture: str) -> list[str]:
     """Reasons why these kernels do not support a product; empty if they do."""
     why = []
     if not product.quantized:

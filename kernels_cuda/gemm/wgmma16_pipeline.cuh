@@ -14,8 +14,8 @@
 #define STAGES 4
 #endif
 #define STAGE_SCALES 0
-#define FETCHING 1
-#define SERVING 3
+#define FULL_ARRIVALS 1
+#define PRODUCER_WARPS 3
 #define HALF_TILES 0
 #define PARTS 2
 // Staging buffers of finished rows: one for both warpgroups, used in turn, or (STAGES 3) one each
@@ -67,10 +67,10 @@ __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, co
 // may be NaN.
 __device__ __forceinline__ void clear_rows(u8* operands, int left, u32 first) {
 #pragma unroll 1
-  for (u32 i = first * 512 + threadIdx.x; i < STAGE_BYTES / 16; i += MULTIPLIERS)
+  for (u32 i = first * 512 + threadIdx.x; i < STAGE_BYTES / 16; i += CONSUMER_THREADS)
     if ((int)(i / 8 % 64) >= left) ((uint4*)operands)[i] = make_uint4(0u, 0u, 0u, 0u);
   fence_async();
-  named_wait(1, MULTIPLIERS);
+  named_wait(1, CONSUMER_THREADS);
 }
 
 // Main loop of a consumer warpgroup: 64 rows of a tile of WIDTH columns over `steps` K-steps. Of the last one

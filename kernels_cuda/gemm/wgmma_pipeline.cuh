@@ -12,8 +12,8 @@
 #define GATHER 0  // 1: rows of a are gathered by a fourth warpgroup (wgmma_gather.cuh)
 #endif
 // arrivals: the TMA thread's expect_tx, and the 32 lanes of the scale warp or the thread that relays
-#define FETCHING (1 + (GATHER ? 1 : 32))
-#define SERVING (GATHER ? 8 : 4)
+#define FULL_ARRIVALS (1 + (GATHER ? 1 : 32))
+#define PRODUCER_WARPS (GATHER ? 8 : 4)
 #ifndef HALF_TILES
 #define HALF_TILES 1
 #endif
@@ -83,13 +83,13 @@ __device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, i
 
 // Zeroes each row's codes from `left` on in a K-step: they belong to the next expert.
 __device__ __forceinline__ void clear_behind(u8* codes, int left) {
-  named_wait(1, MULTIPLIERS);
+  named_wait(1, CONSUMER_THREADS);
 #pragma unroll 1
-  for (u32 row = threadIdx.x; row < ROWS + COLUMNS; row += MULTIPLIERS)
+  for (u32 row = threadIdx.x; row < ROWS + COLUMNS; row += CONSUMER_THREADS)
 #pragma unroll 1
     for (u32 c = (u32)left; c < STEP; ++c) codes[row * STEP + ((c / 16 ^ row % 8) * 16) + c % 16] = 0;
   fence_async();
-  named_wait(1, MULTIPLIERS);
+  named_wait(1, CONSUMER_THREADS);
 }
 
 // A consumer warpgroup's loop over K-steps: step() for each, which ends with turn.next(). UNROLL: STAGES at a

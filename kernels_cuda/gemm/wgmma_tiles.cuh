@@ -21,9 +21,9 @@
 // of the clusters, are split into two halves.
 //
 // The FP8 and the 16-bit pipeline define before including this file: STAGES, pipeline depth; STAGE_SCALES,
-// floats per stage; FETCHING, arrival count of a full stage; SERVING, producer and store warps; HALF_TILES,
-// whether an expert's last tile may have 64 rows; PARTS of a tile that are handed over separately; TILE_BYTES
-// of shared memory for finished tiles, in BUFFERS buffers.
+// floats per stage; FULL_ARRIVALS, arrival count of a full stage; PRODUCER_WARPS, producer and store warps;
+// HALF_TILES, whether an expert's last tile may have 64 rows; PARTS of a tile that are handed over
+// separately; TILE_BYTES of shared memory for finished tiles, in BUFFERS buffers.
 #pragma once
 #include "wgmma.cuh"
 
@@ -55,7 +55,7 @@
 #define ADDEND 0
 #endif
 #define TURNS 4  // ring of scheduled tiles per cluster
-#define MULTIPLIERS 256
+#define CONSUMER_THREADS 256
 #define WRITERS 64
 #ifndef ARRIVING
 // arriving lanes per warp; racecheck needs all 32, as it does not track arrivals on behalf of a warp
@@ -125,18 +125,18 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.half = (u8*)(s.first + experts + 1);
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
-      barrier_init(&s.full[i], FETCHING);
+      barrier_init(&s.full[i], FULL_ARRIVALS);
       if (GATHER) barrier_init(&s.gathered[i], 128);
-      barrier_init(&s.empty[i], CLUSTER * MULTIPLIERS / 32 * ARRIVING);
+      barrier_init(&s.empty[i], CLUSTER * CONSUMER_THREADS / 32 * ARRIVING);
     }
     for (u32 i = 0; i < PARTS; ++i) {
-      barrier_init(&s.made[i], MULTIPLIERS / PARTS / 32 * ARRIVING);
+      barrier_init(&s.made[i], CONSUMER_THREADS / PARTS / 32 * ARRIVING);
       barrier_init(&s.written[i], WRITERS / 32 * ARRIVING);
       if (ADDEND) barrier_init(&s.added[i], WRITERS / 32);
     }
     for (u32 i = 0; i < TURNS; ++i) {
       barrier_init(&s.known[i]);
-      barrier_init(&s.seen[i], CLUSTER * (MULTIPLIERS / 32 + SERVING) * ARRIVING);
+      barrier_init(&s.seen[i], CLUSTER * (CONSUMER_THREADS / 32 + PRODUCER_WARPS) * ARRIVING);
     }
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x)
