@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8moe
 import fp8moe.torch
 from fp8moe.adapters.torch import ops as torch_ops
-from fp8moe.adapters.torch.experts import Options, Targets
+from fp8moe.adapters.torch.arguments import Options, Targets
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.library import OPERATORS
 from fp8moe.layer.options import LayerOptions

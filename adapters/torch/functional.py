@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fp8moe import Quantized, QuantTensor
 from fp8moe.activation import SWIGLU, Activation, halves_of
+from fp8moe.adapters.torch.arguments import check_backend
 from fp8moe.adapters.torch.biases import add_bias, check_gathers_bias, with_ones
-from fp8moe.adapters.torch.experts import check_backend, experts
+from fp8moe.adapters.torch.experts import experts
 from fp8moe.adapters.torch.grouped import by_public_operations, suits_public_operations
 from fp8moe.adapters.torch.operands import (
     Operands,

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.distributed import process_group as torch_distributed
-from fp8moe.adapters.torch.experts import main_grad_of
 from fp8moe.adapters.torch.halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch.library import once_differentiable
+from fp8moe.adapters.torch.main_grad import main_grad_of
 from fp8moe.adapters.torch.operands import Operands
 from fp8moe.adapters.torch.operation import on_hopper
 from fp8moe.expert_parallel import DispatchedRows

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8moe import RouterConfig
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters.torch.experts import check_backend, handle_of
+from fp8moe.adapters.torch.arguments import check_backend, handle_of
 from fp8moe.adapters.torch.functional import apply_experts
 from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
 from fp8moe.adapters.torch.operation import (

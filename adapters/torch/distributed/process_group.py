@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe import expert_parallel
+from fp8moe.adapters.torch.arguments import handle_of
 from fp8moe.adapters.torch.distributed.lost_ranks import LostRankWatch, RankLost
-from fp8moe.adapters.torch.experts import handle_of
 from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
 from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.protocols import Settings

@@ -1,0 +1,203 @@
+"""What autograd functions and operators of the experts get besides the tensors of a call: options, targets of
+gradients, weights as plain tensors, and numbers by which a layer or a communicator is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8moe import Quantized, QuantTensor
+from fp8moe.adapters.torch.library import as_arguments
+from fp8moe.adapters.torch.operands import FP8_BLOCK
+from fp8moe.expert_parallel.protocols import chunks_of
+from fp8moe.layer import checks as layer_checks
+from fp8moe.layer import moe
+from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.saved import Saved
+
+
+@as_arguments
+class Options(NamedTuple):
+    """Arguments of `experts` other than tensors, and what follows from its tensors.
+
+    w13_is_pair: whether w13 is given as w1 and w3. gradients: names of the gradients, separated by commas.
+    for_statistics: whether to save what the statistics are computed from, also if no backward follows.
+    gathers_bias, sums_router: as in `fp8moe.expert_parallel.protocols.Settings`. is_routed: whether the
+        layer's own router has chosen the ids.
+    formats: of w13's and w2's codes, for operators, which get these as plain tensors.
+    """
+
+    layer: LayerOptions
+    align_size: int
+    ffn: int | None
+    w13_is_pair: bool
+    gradients: str
+    for_statistics: bool
+    gathers_bias: bool
+    is_routed: bool
+    sums_router: bool
+    formats: str = ""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the forward saves tensors."""
+        return bool(self.gradients) or self.for_statistics
+
+
+@as_arguments
+class Targets(NamedTuple):
+    """Where compiled code writes the gradients of w13 (or w1), w3 and w2.
+
+    main_grad13, main_grad3, main_grad2: the ``main_grad`` that each gradient is added to, None to return it
+    instead. return_zeros: which of the gradients added to a ``main_grad`` also return zeros, as a ``grad``.
+    handle: as in `experts`.
+    """
+
+    main_grad13: Tensor | None
+    main_grad3: Tensor | None
+    main_grad2: Tensor | None
+    dtype13: torch.dtype
+    dtype2: torch.dtype
+    return_zeros: list[bool]
+    handle: Tensor | None
+
+
+#: arguments of the backward operators that they write
+MAIN_GRADS = "targets_main_grad13", "targets_main_grad3", "targets_main_grad2"
+NO_TARGETS = Targets(None, None, None, torch.bfloat16, torch.bfloat16, [False] * 3, None)
+
+
+def names_of(gradients: str) -> tuple[str, ...]:
+    return tuple(gradients.split(",")) if gradients else ()
+
+
+def _sides_of(
+    tensors: Iterable[Any], transposed: tuple[bool, ...], formats: tuple[str, ...]
+) -> list[QuantTensor]:
+    """Weights of these orientations and formats, from alternating codes and scales."""
+    arrays = list(tensors)
+    sides = zip(arrays[::2], arrays[1::2], transposed, formats, strict=True)
+    return [QuantTensor(q, scales, fmt, FP8_BLOCK, transposed=t) for q, scales, t, fmt in sides]
+
+
+def with_formats(options: Options, gemm_weights: Sequence[Any]) -> Options:
+    """The options for an operator."""
+    codes = [w for w in gemm_weights if isinstance(w, Quantized)]
+    return options._replace(formats=",".join([w.columnwise.fmt for w in codes]))
+
+
+def weights_of(options: Options, tensors: Any) -> Any:
+    """w13 and w2 from their arrays, in the order of `arrays_in`."""
+    if not options.layer.precision.quantizes:
+        return tuple(tensors)
+    first, second = options.formats.split(",")
+    sides = _sides_of(tensors, (False, True, False, True), (first, first, second, second))
+    return Quantized(*sides[:2]), Quantized(*sides[2:])
+
+
+def saved_weights(options: Options, tensors: Any) -> tuple[Any, Any]:
+    """Weights in the form of `Saved`, which does not contain codes that only the forward uses."""
+    if not options.layer.precision.quantizes:
+        return tuple(tensors)  # type: ignore[return-value]
+    both = len(tensors) == 6  # of w13; of w2 only the column-wise codes are saved
+    first, second = options.formats.split(",")
+    formats = (first, first, second) if both else (first, second)
+    *w13, w2 = _sides_of(tensors, (False, True, True) if both else (True, True), formats)
+    return Quantized(*(w13 if both else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
+
+
+def weights_of_backward(gemm_weights: list[Tensor], options: Options) -> list[Tensor]:
+    """The operands of the backward's products, of those of the forward: row-wise codes are used in the
+    forward only, except with recompute."""
+    if not options.layer.precision.quantizes:
+        return gemm_weights
+    return [*(gemm_weights[:2] if options.layer.recompute else ()), *gemm_weights[2:4], *gemm_weights[6:]]
+
+
+class Placeholder:
+    """Stands for a tensor in a record whose tensors are elsewhere; None would mean that there is none."""
+
+
+PLACEHOLDER = Placeholder()
+
+
+LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+NUMBERS = itertools.count()
+
+
+def handle_of(layer: Any) -> Tensor:
+    """A tensor with a number by which operators find the layer or communicator. A plain number would be a
+    constant of the compiled code, which would be recompiled for every layer."""
+    number = next(NUMBERS)
+    LAYERS[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def handle_of_comm(comm: Any) -> Tensor:
+    """The ``handle`` of a `fp8moe.expert_parallel.Transport`, by which compiled code finds it."""
+    if chunks_of(comm) > 1:
+        raise NotImplementedError(
+            f"overlap_chunks: got {chunks_of(comm)} in compiled code; wanted 1, or the layer in a function "
+            "under torch.compiler.disable"
+        )
+    handle = getattr(comm, "handle", None)
+    if handle is None:
+        raise NotImplementedError(
+            f"comm: got a {type(comm).__name__} without a handle in compiled code; wanted a "
+            "fp8moe.torch.ProcessGroup, or a Transport with handle = handle_of(itself) "
+            "of fp8moe.adapters.torch.arguments; or call the layer in a function under torch.compiler.disable"
+        )
+    return handle  # type: ignore[no-any-return]
+
+
+def call_forward(
+    x: Any,
+    ids: Any,
+    probs: Any,
+    weights: Any,
+    options: Options,
+    comm: Any,
+    handle: Tensor | None = None,
+) -> tuple[Any, Saved]:
+    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. handle: as in `experts`."""
+    operands, gradients = (x, *weights, ids, probs, options.layer), names_of(options.gradients)
+    if options.align_size:
+        return moe.forward_permuted(*operands, align_size=options.align_size, gradients=gradients)
+    kept = gradients
+    if options.for_statistics and not kept:
+        kept = "dx", "dprobs"
+    elif comm is None:
+        return moe.forward(*operands, comm=None, gradients=gradients)
+    router = None
+    if options.is_routed and handle is not None:
+        router = LAYERS[int(handle)].router_checksum
+    announced = {"gathers_bias": options.gathers_bias, "router": router, "sums_router": options.sums_router}
+    return moe.forward(*operands, comm=comm, gradients=gradients, kept=kept, announced=announced)
+
+
+def check_backend(x: Tensor, layer: LayerOptions, **sizes: Any) -> None:
+    """`fp8moe.layer.checks.check_backend` for x's device, if the options limit the GEMMs."""
+    if layer.limits_gemms:
+        layer_checks.check_backend(layer, "cpu" if x.device.type == "cpu" else x.device.index, **sizes)
+
+
+def check_traced(x: Tensor, weights: Any, options: Options) -> None:
+    """`check_backend` for fake tensors, whose sizes become static thereby."""
+    if not options.layer.limits_gemms:
+        return
+    w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
+    check_backend(
+        x,
+        options.layer,
+        dtype=str(x.dtype).removeprefix("torch."),
+        experts=int(w13[0]),
+        hidden=int(w13[2]),
+        ffn=int(w2[2] if options.ffn is None else options.ffn),
+        gradients=names_of(options.gradients),
+    )
