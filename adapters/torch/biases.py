@@ -34,12 +34,9 @@ def add_bias(y: Tensor, bias2: Tensor, ids: Tensor, probs: Tensor, comm: Any, al
     `apply_experts` has them."""
     if comm is not None:  # after the experts' exchange, by whose header all ranks know that all have one
         bias2 = _all_gather(bias2.contiguous(), 0, comm.group)
-    if not align_size:
-        return _with_biases(y, bias2, ids, probs)  # type: ignore[no-any-return]
-    ids = _expert_of_rows(ids, y.shape[0], align_size)[:, None]
-    biased = _with_biases(y, bias2, ids, probs[:, None])
-    # rows of no expert: zeros times a NaN in their gradients would be a gradient of the bias
-    return torch.where(ids < bias2.shape[0], biased, y[:, : bias2.shape[1]])
+    if align_size:
+        ids, probs = _expert_of_rows(ids, y.shape[0], align_size)[:, None], probs[:, None]
+    return _with_biases(y, bias2, ids, probs, align_size > 0)  # type: ignore[no-any-return]
 
 
 def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Tensor:
@@ -62,14 +59,15 @@ _add_biases_backward = operator_of(add_biases_backward, Tensor)
 
 
 class _WithBiases(torch.autograd.Function):
-    """`fp8moe.ops.bias.add_biases`, with gradients."""
+    """`fp8moe.ops.bias.add_biases`, with gradients. has_tail: whether there may be rows of no expert, with
+    anything in them, one id per row."""
 
     @staticmethod
-    def forward(ctx: Any, y: Any, bias2: Any, ids: Any, probs: Any) -> Any:
+    def forward(ctx: Any, y: Any, bias2: Any, ids: Any, probs: Any, has_tail: bool) -> Any:
         if isinstance(bias2, _functional_collectives.AsyncCollectiveTensor):  # gathered from all ranks
             bias2 = bias2.trigger_wait()
         ctx.save_for_backward(bias2, ids, probs)
-        ctx.rest = y.shape[1] - bias2.shape[1]
+        ctx.has_tail, ctx.rest = has_tail, y.shape[1] - bias2.shape[1]
         return _add_biases.run(y.contiguous(), bias2.contiguous(), ids, probs)
 
     @staticmethod
@@ -82,11 +80,13 @@ class _WithBiases(torch.autograd.Function):
             grad_y = pad(grad, (0, ctx.rest)) if ctx.rest else grad
         if needs_bias:
             shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(grad.dtype)
+            # zeros times a NaN in the gradient of a row of no expert would be a gradient of the bias
+            rows = torch.where(ids < bias2.shape[0], grad, 0) if ctx.has_tail else grad
             with torch.autocast(grad.device.type, enabled=False):
-                grad_bias = (shares.t() @ grad).to(bias2.dtype)
+                grad_bias = (shares.t() @ rows).to(bias2.dtype)
         if needs_probs:
             grad_probs = _add_biases_backward.run(grad.contiguous(), bias2.contiguous(), ids, probs)
-        return grad_y, grad_bias, None, grad_probs
+        return grad_y, grad_bias, None, grad_probs, None
 
 
 _with_biases = differentiable(_WithBiases)

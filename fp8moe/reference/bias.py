@@ -31,8 +31,7 @@ def add_biases_backward(
     out[:] = widen(dots, wide).astype(out.dtype)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c: in float32 rounded once, as one instruction does, in float64 twice."""
 
     def instructions(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
@@ -42,6 +41,9 @@ def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fadd(builder.fmul(a, b), c)
 
     return c(a, b, c), instructions
+
+
+_multiply_add: Any = intrinsic(_fused)
 
 
 @compiled
