@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from backends import only_on_cpu
 
 import fp8moe
 from fp8moe import info, selftest
@@ -405,3 +406,25 @@ def test_the_roofline_is_drawn(tmp_path):
 
     roofline.draw("h200", tmp_path / "picture.svg")
     assert "copy" in (tmp_path / "picture.svg").read_text()
+
+
+@only_on_cpu
+@pytest.mark.parametrize("wrong", [None, "wgmma", "mma", "plain"])
+def test_cuda_selftest_of_products_detects_a_wrong_backend(backend, monkeypatch, wrong):
+    from fp8moe.kernels_cuda import grouped_gemm
+
+    monkeypatch.setattr(selftest.cuda, "PRODUCT_ROWS", 144)
+    make = grouped_gemm.grouped_gemm_wgrad
+
+    def broken(dy, x, *arguments, backend, **options):
+        operands = (x, dy) if backend == wrong else (dy, x)  # the gradient's transpose
+        make(*operands, *arguments, backend=backend, **options)
+
+    monkeypatch.setattr(grouped_gemm, "grouped_gemm_wgrad", broken)
+    arrays = SimpleNamespace(asarray=backend.upload, asnumpy=backend.download)  # in place of CuPy
+    check = selftest.cuda.CudaCheck(arrays, [selftest.Inputs(int(np.random.default_rng().integers(2**32)))])
+    if wrong is None:
+        check.checks()["grouped products"]()
+    else:
+        with pytest.raises(ValueError, match=f"wgrad of .* by '{wrong}'.*relative error"):
+            check.checks()["grouped products"]()

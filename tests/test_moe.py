@@ -1,6 +1,7 @@
 """The layer compared with a dense float64 torch layer and its autograd; casts and saved tensors of each
 recipe."""
 
+import collections
 import functools
 import importlib
 import itertools
@@ -10,7 +11,17 @@ import typing
 import numpy as np
 import pytest
 import torch
-from cases import ACTIVATIONS, BF16, layer_inputs, same_bits
+from backends import only_on_cpu, only_on_gpu
+from cases import (
+    ACTIVATIONS,
+    BF16,
+    assert_close,
+    assert_same,
+    generator,
+    layer_inputs,
+    same_bits,
+    values,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import torch_swiglu
@@ -25,6 +36,8 @@ from fp8moe.runtime import dispatch
 from fp8moe.runtime.interop import NUMPY
 from fp8moe.runtime.record_trees import arrays_in
 from fp8moe.runtime.recording import DryRun
+
+RNG = generator()
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):
@@ -665,3 +678,112 @@ def test_invalid_sm_limit_raises(recipe):
         with pytest.raises(TypeError, match="num_sms: got float"):
             call(4.0)
     assert (dw2 == 3).all()
+
+
+# ---------------------------------------------------------------- kernels
+
+
+@only_on_gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_recipes_on_cuda(backend, recipe, recompute):
+    inputs, dy = layer_inputs(7, tokens=300, dropped=0.1)
+
+    def run(x, w13, w2, ids, probs, dy):
+        with fp8moe.trace() as traced:
+            y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute)
+            g = fp8moe.moe_backward(saved, dy)
+        casts.append(traced.casts)
+        return y, g.dx, g.dprobs, g.dw13, g.dw2
+
+    casts = []
+    expected, actual = backend.both(run, *inputs.values(), dy)
+    assert casts[0] == casts[1]
+    for pair in zip(expected, actual, strict=True):
+        # bfloat16 between the kernels is rounded from sums in another order, and then codes may differ
+        assert_close(pair, 0.02)
+
+
+@only_on_gpu
+@pytest.mark.parametrize("ffn", [128, 72])
+def test_gradients_of_w1_and_w3_by_kernels(backend, ffn):
+    """Gradients of w1, w3 and padded w2: bitwise equal to those of w13 in one tensor, both new and
+    accumulated."""
+    inputs, dy = layer_inputs(9, ffn=256)
+    w13 = inputs.pop("w13")
+    w1, w3 = (np.ascontiguousarray(w13[:, first : first + ffn]) for first in (0, 256))
+    w2 = np.ascontiguousarray(inputs.pop("w2")[:, :, :ffn])
+
+    def run(x, ids, probs, w1, w3, w2, dy, *into):
+        # accumulated in place, so each backend gets copies
+        into = [a.copy() if isinstance(a, np.ndarray) else a for a in into]
+        w13, w2 = fp8moe.quantize_weights((w1, w3), rows=128), fp8moe.quantize_weights(w2, columns=128)
+        _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
+        whole = fp8moe.moe_backward(saved, dy)
+        keywords = {} if ffn == 128 else {"ffn": ffn}
+        apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **keywords)
+        added = fp8moe.moe_backward(saved, dy, dw13=tuple(into[:2]), dw2=into[2], **keywords)
+        return whole.dw13, whole.dw2, *apart.dw13, apart.dw2, *added.dw13, added.dw2
+
+    into = [np.ones(w.shape, np.float32) for w in (w1, w3, w2)]
+    _, (dw13, dw2, *actual) = backend.both(run, *inputs.values(), w1, w3, w2, dy, *into)
+    wanted = dw13[:, :ffn], dw13[:, 128 : 128 + ffn], dw2[:, :, :ffn]
+    for apart, added, true in zip(actual[:3], actual[3:], wanted, strict=True):
+        assert same_bits(apart, true)
+        np.testing.assert_allclose(added, 1 + true, rtol=2.0**-22)
+
+
+def of_grouped_products(monkeypatch):
+    """Records the number of blocks of every grouped product launched from now on."""
+    from fp8moe.kernels_cuda.runtime import launch
+
+    run, blocks = launch.launch_with_tensor_maps, []
+
+    def launched(function, tiled, x, *rest):
+        if function.function.__name__.startswith("run_grouped_gemm"):
+            blocks.append(x)
+        run(function, tiled, x, *rest)
+
+    monkeypatch.setattr(launch, "launch_with_tensor_maps", launched)
+    return blocks
+
+
+@only_on_cpu
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_layer_with_an_sm_limit(backend, monkeypatch, recipe):
+    """Every product of both passes respects the limit, also with recordings, and results are bitwise
+    equal."""
+    from fp8moe.kernels_cuda.runtime import driver
+
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 6)
+    blocks = of_grouped_products(monkeypatch)
+    x, w13, w2, dy = (values(RNG, s, BF16) for s in ((5, 128), (2, 256, 128), (2, 128, 128), (5, 128)))
+    rows = np.array([3, 2], np.int32), RNG.random(5, np.float32)
+    *layer, dy = map(backend.upload, (x, w13, w2, *rows, dy))
+
+    def step(forward=None, backward=None):
+        blocks.clear()
+        y, saved = fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=forward)
+        split, blocks[:] = [*blocks], []
+        grads = fp8moe.moe_backward(saved, dy, num_sms=backward)
+        return backend.download((y, grads)), (split, [*blocks])
+
+    wanted, grids = step()
+    assert grids == ([6] * 2, [6] * 4)
+    for limits, grids in (((2,), (2, 2)), ((None, 4), (6, 4))):
+        results, launched = step(*limits)
+        assert launched == ([grids[0]] * 2, [grids[1]] * 4)
+        assert_same(results, wanted)
+    _, saved = fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=4)
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+    fp8moe.moe_backward_weight(operands)
+    fp8moe.moe_backward_weight(operands, num_sms=2)
+    assert blocks[-8:] == [4] * 6 + [2] * 2
+    plans = collections.Counter(name for name, plan in dispatch.cached_recordings() if plan is not None)
+    assert plans["permuted_experts_forward"] == len({None, 2, 4})
+    assert plans["experts_backward"] == len({None, 2, 4})
+    assert plans["experts_backward_weight"] == len({4, 2})
+    with pytest.raises(ValueError, match="num_sms: got 8; wanted an even number from 2 to 6"):
+        fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=8)
+    with pytest.raises(ValueError, match="num_sms: got 2 with backend='mma', which cannot limit itself"):
+        fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=2, backend="mma")

@@ -13,6 +13,7 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
+from backends import only_on_cpu
 from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
@@ -22,6 +23,7 @@ from fp8moe.ops.quantize import times_overwritten
 from fp8moe.records import DeviceArray
 from fp8moe.runtime import dispatch, interop
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.recording import Recording
 
 RNG = generator()
 A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_size=4)
@@ -552,3 +554,102 @@ def test_a_recording_counts_writes_inside_of_its_operation(monkeypatch):
         assert same_bits(q.data.host[64:], fp8moe.quantize(x).data)
         assert (times_overwritten(q), times_overwritten(half)) == (before[0], before[1] + 1)
     assert [type(plan).__name__ for _, plan in dispatch.cached_recordings()] == ["Recording"]
+
+
+# ---------------------------------------------------------------- with kernels on the CPU
+
+
+def a_plan(tokens, experts, k, align):
+    ids = RNG.integers(-1, experts, (tokens, k)).astype(np.int32)
+    return fp8moe.plan_topk(ids, experts, align_size=align)
+
+
+@only_on_cpu
+def test_calls_on_results_of_recordings(backend):
+    """Several calls share one recording."""
+    transpose = fp8moe.scaling_aware_transpose
+    inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
+    wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
+    dispatch.clear_recordings()
+    for x, transposed in zip(inputs, wanted, strict=True):
+        q = fp8moe.quantize(backend.upload(x))
+        assert_same(transposed, backend.download(transpose(q)))
+    assert len(dispatch.cached_recordings()) == 2
+
+
+@only_on_cpu
+def test_repeated_calls_replay_their_recording(backend):
+    """From the third call on with the same shapes: other arrays, other results, no shared memory."""
+    plans = [a_plan(21, 5, 3, 4) for _ in range(4)]
+    inputs = [(values(RNG, (21, 256), BF16), plan, RNG.random((21, 3)).astype(np.float32)) for plan in plans]
+
+    def work(x, plan, probs):
+        moved = fp8moe.permute(x, plan, probs)
+        both_orientations = fp8moe.quantize(x, columnwise=True)
+        codes = fp8moe.permute(both_orientations.rowwise, plan, fill_padding=True).data
+        back = fp8moe.unpermute(moved.data, plan, probs)
+        transposed = fp8moe.scaling_aware_transpose(codes, plan.expert_offsets, align_size=4)
+        grads = fp8moe.permute_backward(moved.data, plan, moved.probs)
+        return moved.data, moved.probs, codes, back, both_orientations, transposed.scales, grads
+
+    wanted = [work(*i) for i in inputs]
+    # results are kept alive, so none may share memory
+    got = [work(*map(backend.upload, i)) for i in inputs]
+    assert [type(plan) for _, plan in dispatch.cached_recordings()] == [Recording] * 6
+    for a, b in zip(wanted, got, strict=True):
+        assert_same(a, backend.download(b))
+
+
+@only_on_cpu
+@pytest.mark.parametrize("elsewhere", ["x", "probs"])
+def test_recording_rejects_arrays_on_two_devices(backend, elsewhere):
+    arrays = {"x": values(RNG, (9, 64), BF16), "probs": RNG.random((9, 2)).astype(np.float32)}
+    plan = a_plan(9, 4, 2, 4)
+    arrays, plan = {n: backend.upload(a) for n, a in arrays.items()}, backend.upload(plan)
+    for _ in range(3):
+        fp8moe.permute(arrays["x"], plan, arrays["probs"])
+    assert len(dispatch.cached_recordings()) == 1
+    arrays[elsewhere].device = 1
+    with pytest.raises(TypeError, match=r"got an array on CUDA device \d; wanted CUDA device \d"):
+        fp8moe.permute(arrays["x"], plan, arrays["probs"])
+
+
+@only_on_cpu
+def test_calls_whose_recordings_are_not_cached(backend):
+    plan = a_plan(9, 4, 2, 4)
+    plan, x = backend.upload(plan), backend.upload(values(RNG, (9, 64), np.float32))
+    for _ in range(4):  # errors are raised in every call
+        with pytest.raises(ValueError, match="probs: got shape"):
+            fp8moe.permute(x, plan, backend.upload(np.ones((9, 3), np.float32)))
+    for align in (1, 1, 1, True):  # True equals 1 but is not a valid alignment
+        if align is True:
+            with pytest.raises(TypeError, match="bool"):
+                fp8moe.pad(x, backend.upload(np.array([4, 5])), align)
+        else:
+            fp8moe.pad(x, backend.upload(np.array([4, 5])), align)
+    for _ in range(4):  # its number of rows depends on values
+        counts = RNG.multinomial(9, [0.5, 0.5])
+        padded = fp8moe.pad(x, backend.upload(counts), 4, num_out_tokens="exact")
+        assert len(padded.host) == sum(-(-c // 4) * 4 for c in counts)
+    square = backend.upload(np.eye(64, dtype=np.float32))
+    for _ in range(3):  # two arguments in the same memory
+        fp8moe.grouped_gemm_wgrad(square, square, backend.upload(np.array([0, 64], np.int32)))
+    planned = [name for name, plan in dispatch.cached_recordings() if plan is not None]
+    assert planned == ["pad", "grouped_gemm_wgrad"]
+
+
+@only_on_cpu
+def test_recordings_take_other_arguments_of_the_same_shape(backend):
+    """Aliased arguments after calls with separate ones, keyword options, and an argument as output."""
+    x, y = (RNG.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    offsets = np.array([0, 40, 64], np.int32)
+    for a, b in ((x, y), (y, x), (x, y), (x, x), (y, y)):
+        a_up, other = backend.upload(a), backend.upload(b)
+        rows = a_up, a_up if a is b else other, backend.upload(offsets)
+        result = fp8moe.grouped_gemm_wgrad(*rows, dtype="float32")
+        np.testing.assert_allclose(result.host[0], a[:40].T @ b[:40], atol=1e-4)
+        into = backend.upload(np.ones((2, 64, 64), np.float32))
+        again = fp8moe.grouped_gemm_wgrad(a_up, other, backend.upload(offsets), out=into)
+        assert again is into
+        np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
+    assert [type(plan) for _, plan in dispatch.cached_recordings()] == [Recording] * 2

@@ -946,3 +946,22 @@ def test_a_subclass_that_does_not_know_padding():
     layer(x)
     with pytest.raises(TypeError, match="unexpected keyword argument 'padding_mask'"):
         layer(x, padding_mask=torch.zeros(6, dtype=torch.bool))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_compiled_as_one_graph_on_cuda(recipe):
+    from fp8moe.adapters.torch.layer import FP8FlowMoE
+
+    torch.manual_seed(0)
+    layer = FP8FlowMoE(256, 128, 8, 2, recipe=recipe, device="cuda")
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    torch.compiler.reset()
+    actual = []
+    for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        y = forward(x)
+        actual.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)])
+    for a, b in zip(*actual, strict=True):
+        assert torch.equal(a, b)

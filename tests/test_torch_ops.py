@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch_rows import there_and_back, torch_case
 
 import fp8moe
 import fp8moe.torch
@@ -727,3 +728,67 @@ def test_padding_by_a_list(grad):
     assert torch.equal(compiled(lambda x: torch_ops.unpad(torch_ops.pad(x, counts, 4), counts, 4))(x), x)
     q = fp8moe.quantize(torch.randn(7, 128))
     assert torch.equal(torch_ops.pad(q, counts, 4).data, fp8moe.pad(q, counts, 4).data)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+def test_compiled_on_cuda_gives_the_same_gradients():
+    torch, ids, x, probs = torch_case()
+    there_and_back(ids, x, probs).backward()
+    eager = x.grad.clone(), probs.grad.clone()
+    x.grad = probs.grad = None
+    torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(ids, x, probs).backward()
+    assert torch.equal(x.grad, eager[0])
+    assert torch.equal(probs.grad, eager[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+def test_an_eager_plan_in_a_compiled_function_on_cuda():
+    from fp8moe.adapters.torch import ops as torch_ops
+
+    torch, ids, x, probs = torch_case()
+    plan = torch_ops.plan_topk(ids, 8, align_size=16)
+
+    def permute_and_unpermute(x, probs):
+        moved = torch_ops.permute(x, plan, probs)
+        return torch_ops.unpermute(moved.data, plan, probs) + moved.probs.sum()
+
+    got = torch.compile(permute_and_unpermute, fullgraph=True, backend="aot_eager")(x, probs)
+    assert torch.equal(got, permute_and_unpermute(x, probs))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+@pytest.mark.sanitize
+def test_float8_dtypes_are_views_on_cuda():
+    from fp8moe.adapters.torch import ops as torch_ops
+
+    torch, _, x, _ = torch_case(False)
+    q = torch_ops.quantize(x)
+    viewed = torch_ops.as_float8(q)
+    assert viewed.data.dtype == torch.float8_e4m3fn
+    assert viewed.data.data_ptr() == q.data.data_ptr()
+    expected, actual = (fp8moe.scaling_aware_transpose(a) for a in (q, viewed))
+    assert torch.equal(expected.data, actual.data)
+    assert torch.equal(fp8moe.dequantize(viewed), fp8moe.dequantize(q))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+def test_a_plan_on_cuda_survives_copies_and_pickles():
+    import copy
+    import pickle
+
+    torch, ids, x, _ = torch_case(False)
+    plan = fp8moe.plan_topk(ids, 8, align_size=16)
+    wanted = fp8moe.permute(x, plan).data
+    twins = [copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), copy.copy(plan)]
+    assert all("_raw" not in twin.__dict__ for twin in twins)
+    del plan
+    garbage = [torch.full((20_000,), -1, dtype=torch.int32, device="cuda") for _ in range(10)]
+    for twin in twins:
+        assert torch.equal(fp8moe.permute(x, twin).data, wanted)
+    del garbage
+    q = fp8moe.quantize(x)
+    assert torch.equal(fp8moe.dequantize(copy.deepcopy(q)), fp8moe.dequantize(q))

@@ -373,3 +373,35 @@ def test_ids_of_another_dtype_or_shape_raise():
 def test_lists_of_chunks_raise():
     with pytest.raises(TypeError, match=r"split_sizes: got builtins\.list; wanted an array"):
         te.moe_sort_chunks_by_index(torch.ones(3, 4), [1, 2], [1, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_outputs")
+def test_names_on_cuda():
+    from fp8moe.adapters.transformer_engine import pytorch as te
+
+    g = torch.Generator().manual_seed(0)
+    mask = (torch.rand(37, 5, generator=g) < 0.4).int()
+    probs, x = torch.rand(37, 5, generator=g) * mask, torch.randn(37, 16, generator=g)
+    ids = torch.rand(37, 5, generator=g).argsort(1)[:, :2].int()
+    sizes, order = torch.tensor([30, 0, 7]), torch.tensor([2, 0, 1])
+
+    def run(device):
+        m, p, i, s, o = (t.to(device) for t in (mask, probs, ids, sizes, order))
+        xd = x.to(device).requires_grad_()
+        rows, moved, row_map, pad_offsets, padded = te.moe_permute_and_pad_with_probs(xd, p, m, m.sum(0), 16)
+        back = te.moe_unpermute(
+            rows, row_map, merging_probs=p, restore_shape=xd.shape, pad_offsets=pad_offsets
+        )
+        by_index, index_map = te.moe_permute(xd, i, map_type="index")
+        again = te.moe_unpermute(
+            by_index, index_map, torch.rand(37, 2).to(device) * 0 + 0.5, map_type="index"
+        )
+        chunks, chunk_probs = te.moe_sort_chunks_by_index_with_probs(xd, p[:, 0].contiguous(), s, o)
+        (grad,) = torch.autograd.grad(back.sum() + again.sum() + chunks.sum(), xd)
+        first = [rows, moved, row_map, pad_offsets, padded, back]
+        return [*first, by_index, index_map, again, chunks, chunk_probs, grad]
+
+    for a, b in zip(run("cpu"), run("cuda"), strict=True):
+        assert b.is_cuda
+        torch.testing.assert_close(a, b.cpu(), rtol=0, atol=0)
