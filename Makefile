@@ -60,15 +60,14 @@ types-client:
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
-# On a machine with a GPU, in an environment that has the CUDA extra. Left out are tests that time out under the
-# tools or run other programs; Numba's probing of the driver is no error of ours. ARRIVING=32: racecheck does not
-# know that a warp is behind the lane that arrives at a barrier for it.
+# On a machine with a GPU, in an environment that has the CUDA extra: the tests marked `sanitize`. Others time out
+# under the tools or run other programs; Numba's probing of the driver is no error of ours. ARRIVING=32: racecheck
+# does not know that a warp is behind the lane that arrives at a barrier for it.
 SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 9
 sanitize:
 	for tool in memcheck racecheck initcheck; do \
-	  FP8MOE_NVRTC_OPTIONS=-DARRIVING=32 $(SANITIZER) --tool $$tool $(PYTHON) -m pytest -q -x -m "gpu and not multigpu" tests/test_cuda.py \
-	    -k "not hundred and not past_two and not torch and not frameworks and not engines and not compiled \
-	        and not survives and not waits" || exit 1; \
+	  FP8MOE_NVRTC_OPTIONS=-DARRIVING=32 $(SANITIZER) --tool $$tool $(PYTHON) -m pytest -q -x -m sanitize \
+	    $(shell grep -lE '^from backends import|mark\.sanitize' tests/test_*.py) || exit 1; \
 	done
 
 demo: .venv-demo/ready

@@ -1,7 +1,11 @@
-"""Operations and their arguments for the tests of the JAX adapter on the CPU and on CUDA."""
+"""Operations and their arguments for the tests of the JAX adapter on the CPU and on CUDA: an operation of the
+adapter that has none here has those of `calls`."""
+
+import inspect
 
 import numpy as np
 import pytest
+from calls import CALLS
 from cases import BF16
 
 import fp8moe
@@ -49,7 +53,6 @@ OPERATIONS = {
     "quantize": ((X,), {"columnwise": True}),
     "quantize MXFP8": ((X,), {"block": (1, 32), "fmt": "e5m2"}),
     "quantize MXFP8, as OCP has it": ((X,), {"block": (1, 32), "scale_rounding": "floor"}),
-    "quantize_weights": ((np.ones((E, 128, 128), np.float32),), {}),
     "dequantize": ((Q,), {"dtype": "bfloat16"}),
     "to_layout": ((Q, "gemm_ready"), {}),
     "scaling_aware_transpose": ((Q, OFFSETS), {}),
@@ -68,6 +71,25 @@ OPERATIONS = {
     "grouped_gemm": ((Q, W.rowwise, OFFSETS), {}),
     "grouped_gemm_wgrad": ((COLUMNS, COLUMNS, OFFSETS), {}),
     "grouped_gemm_wgrad of blocks": ((BLOCKS, BLOCKS, ONE_HAS_ALL), {}),
+}
+
+
+def from_calls(name):
+    """(args, options): the arguments without gaps before them are positional."""
+    given = dict(CALLS[name])
+    args = []
+    for parameter in inspect.signature(getattr(fp8moe, name)).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY or parameter.name not in given:
+            break
+        args.append(given.pop(parameter.name))
+    return tuple(args), given
+
+
+# layers and routers have tests of their own
+OPERATIONS |= {
+    name: from_calls(name)
+    for name in jax_ops.__all__
+    if name in CALLS and name not in OPERATIONS and not name.startswith(("moe_", "route"))
 }
 
 

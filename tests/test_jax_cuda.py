@@ -1,5 +1,5 @@
-"""``jax.jit`` on CUDA gives bitwise the same results as eager calls of the kernels, which test_cuda.py
-tests."""
+"""``jax.jit`` on CUDA gives bitwise the same results as eager calls of the kernels, which other tests compare
+with the reference."""
 
 import gc
 import os

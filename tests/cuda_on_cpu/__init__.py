@@ -20,7 +20,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 from cases import SEED, poison
 
 from fp8moe.kernels_cuda.runtime import compiler
@@ -254,16 +253,6 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a", multipro
     monkeypatch.setattr(driver, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(driver, "shared_limit", lambda device: shared_limit)
     return runtime
-
-
-def both(function, *arguments, **options):
-    """(the reference's result, the CUDA backend's result)."""
-    expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        uploaded = [upload(a) for a in arguments]
-        actual = function(*uploaded, **{k: upload(v) for k, v in options.items()})
-        return expected, download(actual)
 
 
 class Kernel:
