@@ -64,7 +64,7 @@ def around(plan, results):
 
 
 @given(
-    st.sampled_from(RECIPES),
+    st.sampled_from([*RECIPES]),
     st.sampled_from((None, "moe_expert")),
     st.sampled_from(((1, 0), (1, 5), (128, 0), (128, 128), (256, 256))),
     st.booleans(),
