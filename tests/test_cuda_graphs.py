@@ -94,7 +94,7 @@ def test_torchs_forward_and_backward():
 
 def fp8_there_and_back(ids, x):
     """Quantise, permute with scales, transpose, and sum the rows back."""
-    from fp8moe.adapters.torch import ops as torch_ops
+    import fp8moe.torch as torch_ops
 
     q = torch_ops.quantize(x)
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
@@ -132,8 +132,7 @@ def test_the_torch_module(scope):
     quantises the weights itself; captured in a weights_unchanged context it reads the copies of
     quantize_weights()."""
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
-    from fp8moe.adapters.torch.layer import FP8FlowMoE
-    from fp8moe.adapters.torch.weights import weights_unchanged
+    from fp8moe.torch import FP8FlowMoE, weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
@@ -193,8 +192,7 @@ def test_the_torch_module(scope):
 def test_micro_batches_of_one_step():
     """A weights_unchanged context inside a captured step makes one set of copies per replay."""
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters.torch.layer import FP8FlowMoE
-    from fp8moe.adapters.torch.weights import weights_unchanged
+    from fp8moe.torch import FP8FlowMoE, weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")

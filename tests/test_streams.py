@@ -85,7 +85,7 @@ def test_an_exact_plan_waits_for_the_callers_stream():
 
 def test_torch_tensors_use_torchs_memory_and_stream():
     torch = pytest.importorskip("torch")
-    from fp8moe.adapters.torch import ops as torch_ops
+    import fp8moe.torch as torch_ops
 
     rng = np.random.default_rng(8)
     x, ids = values(rng, (64, 256), BF16), rng.integers(-1, 4, (64, 2)).astype(np.int32)

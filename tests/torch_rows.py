@@ -13,7 +13,7 @@ def torch_case(requires_grad=True):
 
 
 def there_and_back(ids, x, probs):
-    from fp8moe.adapters.torch import ops as torch_ops
+    import fp8moe.torch as torch_ops
 
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
     moved = torch_ops.permute(x, plan, probs)
