@@ -36,13 +36,12 @@ from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
-from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import RecipeName
+from fp8moe.layer.options import LayerFields, LayerOptions
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
 #: fields of `FP8RoutedExperts.Config` and of the converter's config that are passed to `moe_experts`
-OPTIONS = ("recipe", "recompute", "backend", "num_sms")
+OPTIONS = tuple(field.name for field in fields(LayerFields))
 #: the parameters of each class of experts whose forward `FP8RoutedExperts` computes
 PARAMETERS = {
     GroupedExperts: ("w1_EFD", "w3_EFD", "w2_EDF"),
@@ -85,11 +84,8 @@ class FP8RoutedExperts(RoutedExperts):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(RoutedExperts.Config):
-        recipe: RecipeName = "fp8_flow"
-        recompute: str | None = None
-        backend: str | None = None
-        num_sms: int | None = None
+    class Config(RoutedExperts.Config, LayerFields):
+        pass
 
     def __init__(self, config: Config):
         _refuse_unsynchronised(config.token_dispatcher)  # an override may have replaced it
@@ -215,15 +211,8 @@ class FP8MoEConverter(QuantizationConverter):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        recipe: RecipeName = "fp8_flow"
-        """ "fp8_flow", "fp8_blockwise" or "bf16", as in `fp8moe.moe_forward`."""
-        recompute: str | None = None
-        """None, or "moe_expert": the backward recomputes the first product and the activation."""
-        backend: str | None = None
-        """Kernels of the products, as in `fp8moe.grouped_gemm`; None: the fastest."""
-        num_sms: int | None = None
-        """Maximum number of SMs that each product may use; None: all."""
+    class Config(QuantizationConverter.Config, LayerFields):
+        pass
 
     def __init__(self, config: Config):
         _options_of(config)

@@ -22,7 +22,7 @@ import itertools
 import re
 import warnings
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import numpy as np
 
@@ -45,11 +45,11 @@ except ImportError as error:
 
 import fp8moe
 from fp8moe import Activation
-from fp8moe.activation import GATED, Kind
+from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
-from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions
 from fp8moe.layer.recipes import RecipeName
 
 __all__ = ["activation_of", "enable"]
@@ -58,10 +58,8 @@ __all__ = ["activation_of", "enable"]
 def enable(
     recipe: RecipeName = "fp8_flow",
     *,
-    recompute: str | None = None,
-    backend: str | None = None,
-    num_sms: int | None = None,
     name: str = "fp8moe",
+    **options: Unpack[ArgumentsBesideRecipe],
 ) -> None:
     """Register the experts implementation and its expert parallelism with transformers.
 
@@ -72,16 +70,12 @@ def enable(
     ----------
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         As in `fp8moe.torch.moe_experts`.
-    recompute : None or "moe_expert"
-        As in `fp8moe.torch.moe_experts`.
-    backend : "wgmma", "mma", "cublas", "plain" or None
-        As in `fp8moe.torch.moe_experts`.
-    num_sms : int or None
-        As in `fp8moe.torch.moe_experts`.
     name : str
         Name for ``experts_implementation``, and for ``DistributedConfig(ep_implementation=...)``, the expert
         parallelism, which sends rows in FP8. Use a different name for each recipe in a process; registering a
         name again replaces its implementation.
+    **options : recompute, backend, num_sms
+        As in `fp8moe.torch.moe_experts`.
 
     Raises
     ------
@@ -101,8 +95,8 @@ def enable(
     >>> model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape
     torch.Size([1, 5, 128])
     """
-    options = dict(vars(LayerOptions(recipe, recompute, backend=backend, num_sms=num_sms)))
-    del options["activation"]  # the module's
+    # the activation is each module's
+    how = LayerOptions(recipe, activation=SWIGLU, **options)
     registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
     if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
         raise ValueError(
@@ -113,7 +107,7 @@ def enable(
     def experts_forward(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        return _multiply(self, hidden_states, top_k_index, top_k_weights, options)
+        return _multiply(self, hidden_states, top_k_index, top_k_weights, how)
 
     class ExpertParallel(EPImplementation):
         """Expert parallelism by `fp8moe.expert_parallel`."""
@@ -128,7 +122,7 @@ def enable(
             # the ranks of the mesh hold the same batch: each computes its part of the tokens
             if self.tp_mesh.size() > 1:
                 x, ids, probs = (_local_tokens(t, self.tp_mesh) for t in (x, ids, probs))
-            y = _multiply(self._experts, x, ids, probs, options, self._comm)
+            y = _multiply(self._experts, x, ids, probs, how, self._comm)
             return _all_tokens(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
@@ -193,9 +187,9 @@ def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
 
 
 def _multiply(
-    experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: dict[str, Any], comm: Any = None
+    experts: Any, x: Tensor, ids: Tensor, probs: Tensor, how: LayerOptions, comm: Any = None
 ) -> Tensor:
-    activation = activation_of(experts)
+    options = {**vars(how), "activation": activation_of(experts)}
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     w13, w2 = getattr(experts, first), experts.down_proj
     bias13, bias2 = None, None
@@ -214,8 +208,7 @@ def _multiply(
     if experts.has_gate and not experts.is_concatenated:
         w13 = gates_before_ups(w13)
         bias13 = None if bias13 is None else gates_before_ups(bias13)
-    rest = {"activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
-    return moe_experts(x, w13, w2, ids, probs, **options, **rest)
+    return moe_experts(x, w13, w2, ids, probs, **options, bias13=bias13, bias2=bias2, comm=comm)
 
 
 # ---------------------------------------------------------------- the activation between the two products

@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from fp8moe.adapters.megatron import permutation as megatron
+from fp8moe import megatron
 from fp8moe.adapters.megatron.layer import chosen
 
 RANK, FOLDER = 0, ""  # set by `start`

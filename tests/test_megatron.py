@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import erf_gelu, openai_gelu
 
-megatron = pytest.importorskip("fp8moe.adapters.megatron.permutation")
+megatron = pytest.importorskip("fp8moe.megatron")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 T, H, E = 30, 24, 5
 PADS = "align_size" in inspect.signature(moe_utils.permute).parameters
@@ -585,6 +585,18 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
         experts(torch.randn(8, 64), None, probs[:, None], topk_ids=torch.zeros(8, 1, dtype=torch.int64))
 
 
+def test_arguments_that_the_config_says_are_refused_by_name():
+    spec, config = get_gpt_layer_local_spec(num_experts=4), moe_config()
+    for name, value in (("recompute", "moe_expert"), ("activation", fp8moe.Activation("relu2"))):
+        for call in (
+            lambda options: megatron.use_fp8_flow(spec, **options),
+            lambda options: megatron.FP8FlowExperts(2, config, pg_collection=groups(), **options),
+            lambda options: megatron.FP8FlowMoELayer(config, pg_collection=groups(), **options),
+        ):
+            with pytest.raises(TypeError, match=f"argument '{name}'"):
+                call({name: value})
+
+
 def test_options_of_the_experts_are_fixed():
     experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(), recipe="bf16", num_sms=4)
     before = repr(experts)
@@ -701,15 +713,18 @@ def test_without_megatron():
     code = """
 import sys
 sys.modules["megatron.core"] = None
-from fp8moe.adapters import megatron
-for call in (megatron.enable, lambda: megatron.FP8FlowMoELayer):
+from fp8moe.adapters.megatron import permutation
+def door():
+    import fp8moe.megatron
+for call in (permutation.enable, door):
     try:
         call()
     except ImportError as error:
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.count("pip install 'megatron-core>=0.16'") == 2, done.stderr
+    for extra in ("megatron-core>=0.16", "fp8moe[megatron]"):
+        assert f"pip install '{extra}'" in done.stdout, done.stderr
 
 
 def test_permute_accepts_any_form_of_num_out_tokens():

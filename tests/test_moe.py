@@ -29,7 +29,7 @@ from oracles import torch_swiglu
 import fp8moe
 from fp8moe import Quantized, QuantTensor
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.layer.options import LayerArguments, LayerOptions
+from fp8moe.layer.options import LayerArguments, LayerFields, LayerOptions
 from fp8moe.layer.recipes import RECIPES, RecipeName
 from fp8moe.records import ArraySpec
 from fp8moe.runtime import dispatch
@@ -639,7 +639,8 @@ def test_arguments_are_the_options():
     are."""
     hints = typing.get_type_hints(LayerOptions)
     assert hints.pop("activation") is Activation
-    assert typing.get_type_hints(LayerArguments) == hints
+    assert typing.get_type_hints(LayerArguments) == typing.get_type_hints(LayerFields) == hints
+    assert LayerOptions(**vars(LayerFields())) == LayerOptions()
     assert typing.get_args(RecipeName) == tuple(RECIPES)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from fp8moe.adapters import needs
 
@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, silu
 
-from fp8moe.activation import GATED, Activation
+from fp8moe.activation import GATED, SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
-from fp8moe.layer.options import LayerOptions
-from fp8moe.layer.recipes import RecipeName
+from fp8moe.layer.options import LayerArguments, LayerOptions
+from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), needs("megatron"):
     warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages
     from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -86,9 +86,15 @@ REFUSED_BY_LAYER = {
 }
 
 
-def refused_with(recipe: str) -> dict[str, tuple[Any, ...]]:
+def refused_with(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     """Fields that experts with a recipe would ignore, and the values that need nothing of them."""
-    return REFUSED if recipe == "bf16" else REFUSED | REFUSED_IN_FP8
+    return REFUSED | REFUSED_IN_FP8 if recipe.quantizes else REFUSED
+
+
+def _options_of(recompute: str | None, given: Any) -> LayerOptions:
+    """Options for the arguments of a layer. Raises TypeError for ones that its config says: what the backward
+    recomputes, and the activation, which is set later."""
+    return LayerOptions(recompute=recompute, activation=SWIGLU, **given)
 
 
 def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, ...]]) -> None:
@@ -174,11 +180,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         Process groups of the model; None: Megatron's default groups.
     name : str or None
         Part of Megatron's constructor signature; not used.
-    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As in `fp8moe.moe_forward`.
-    backend : "wgmma", "mma", "cublas", "plain" or None
-        As in `fp8moe.torch.moe_experts`.
-    num_sms : int or None
+    **options : recipe, backend, num_sms
         As in `fp8moe.torch.moe_experts`.
 
     Notes
@@ -213,18 +215,16 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         submodules: Any = None,
         pg_collection: Any = None,
         name: str | None = None,
-        *,
-        recipe: RecipeName = "fp8_flow",
-        backend: str | None = None,
-        num_sms: int | None = None,
+        **options: Unpack[LayerArguments],
     ):
         super().__init__(config=config)
         modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
         recompute = "moe_expert" if "moe_act" in modules else None
-        self._options = LayerOptions(recipe, recompute, backend=backend, num_sms=num_sms)
+        self._options = _options_of(recompute, options)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        recipe = self._options.precision
         check_config(config, groups, refused_with(recipe))
-        if recipe != "bf16" and config.first_last_layers_bf16:
+        if recipe.quantizes and config.first_last_layers_bf16:
             raise NotImplementedError(
                 "first_last_layers_bf16: got True for experts that do not know their layer's number; wanted "
                 "use_fp8_flow(dispatcher='fp8moe'), or recipe='bf16'"
@@ -349,7 +349,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
 
     def _weights(self) -> tuple[Tensor, Tensor]:
-        if self.recipe != "bf16":
+        if self._options.precision.quantizes:
             return self.weight1, self.weight2
         # views have no ``main_grad``: torch's grouped product does not add to it; the data parallel wrapper's
         # hook does
@@ -572,14 +572,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         As in `MoELayer`.
     pg_collection : ProcessGroupCollection or None
         Process groups of the model; None: Megatron's default groups.
-    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As in `fp8moe.moe_forward`.
-    backend : "wgmma", "mma", "cublas", "plain" or None
-        As in `fp8moe.torch.moe_experts`.
-    num_sms : int or None
-        As in `fp8moe.torch.moe_experts`.
-    **options : Any
-        Further options of `MoELayer`.
+    **options : recipe, backend, num_sms
+        As in `fp8moe.torch.moe_experts`; and further options of `MoELayer`.
 
     Notes
     -----
@@ -610,15 +604,12 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         submodules: Any = None,
         layer_number: int | None = None,
         pg_collection: Any = None,
-        *,
-        recipe: RecipeName = "fp8_flow",
-        backend: str | None = None,
-        num_sms: int | None = None,
         **options: Any,
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        LayerOptions(recipe, backend=backend, num_sms=num_sms)
-        check_config(config, groups, refused_with(recipe) | REFUSED_BY_LAYER)
+        given = {n: options.pop(n) for n in LayerArguments.__annotations__ if n in options}
+        how = _options_of(None, given)
+        check_config(config, groups, refused_with(how.precision) | REFUSED_BY_LAYER)
         activation_of(config)
         if config.moe_shared_expert_overlap and getattr(config, "cuda_graph_impl", "none") != "none":
             raise NotImplementedError(
@@ -626,8 +617,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
                 "'none', or moe_shared_expert_overlap=False"
             )
         # `_set_recipe` sets the recipe, which depends on the layer's number
-        params = {"recipe": "bf16", "backend": backend, "num_sms": num_sms}
-        experts = ModuleSpec(module=FP8FlowExperts, params=params)
+        experts = ModuleSpec(module=FP8FlowExperts, params={**given, "recipe": "bf16"})
         if submodules is None:
             submodules = MoESubmodules(experts=experts)
         submodules = dataclasses.replace(submodules, experts=experts)
@@ -637,7 +627,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = dispatcher_type
-        self._recipe = recipe
+        self._recipe = how.recipe
         self._set_recipe()
         self.token_dispatcher = _Dispatcher(config, groups)
         if self.shared_experts is not None and config.moe_shared_expert_overlap:
@@ -719,11 +709,9 @@ def _refuse_captured_experts(config: Any) -> None:
 def use_fp8_flow(
     spec: Any,
     *,
-    recipe: RecipeName = "fp8_flow",
-    backend: str | None = None,
-    num_sms: int | None = None,
     dispatcher: str = "fp8moe",
     pg_collection: Any = None,
+    **options: Unpack[LayerArguments],
 ) -> Any:
     """Copy a layer spec, with every `MoELayer` replaced by this library's layer.
 
@@ -732,12 +720,6 @@ def use_fp8_flow(
     spec : ModuleSpec, dataclass of submodules, functools.partial, or list or tuple of them
         Result of `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and similar functions, or
         `hybrid_stack_spec` (`mamba_stack_spec` before 0.17).
-    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As in `fp8moe.moe_forward`.
-    backend : "wgmma", "mma", "cublas", "plain" or None
-        As in `fp8moe.torch.moe_experts`.
-    num_sms : int or None
-        As in `fp8moe.torch.moe_experts`.
     dispatcher : "fp8moe" or "megatron"
         "fp8moe": `FP8FlowMoELayer`, which sends rows in FP8. "megatron": Megatron's own layer and dispatcher
         (``moe_token_dispatcher_type``), with `FP8FlowExperts`.
@@ -745,6 +727,8 @@ def use_fp8_flow(
         Process groups of the model, if it does not use the default ones. Megatron-Core 0.16 passes them only
         to MoE layers of its own classes, so `FP8FlowMoELayer` would use the default groups; with later
         versions this argument is not needed.
+    **options : recipe, backend, num_sms
+        As in `fp8moe.torch.moe_experts`.
 
     Returns
     -------
@@ -766,9 +750,8 @@ def use_fp8_flow(
     >>> megatron.use_fp8_flow([spec, spec], recipe="fp8_flow")[0] is spec
     False
     """
-    LayerOptions(recipe, backend=backend, num_sms=num_sms)
+    options = {"recipe": _options_of(None, options).recipe, **options}
     checks.choice("dispatcher", dispatcher, ("fp8moe", "megatron"))
-    options = {"recipe": recipe, "backend": backend, "num_sms": num_sms}
     replaced = []
 
     def layer(submodules: Any, build: Callable[[Any, dict[str, Any]], Any]) -> Any:

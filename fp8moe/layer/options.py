@@ -14,14 +14,33 @@ from fp8moe.runtime import checks
 RECOMPUTE = None, "moe_expert"
 
 
-class LayerArguments(TypedDict, total=False):
-    """The options as keyword arguments: ``**options: Unpack[LayerArguments]`` of a public function. The
-    activation is not among them: of some layers the model says it."""
+class ArgumentsBesideRecipe(TypedDict, total=False):
+    """`LayerArguments` for functions that name the recipe themselves."""
 
-    recipe: RecipeName
     recompute: str | None
     backend: str | None
     num_sms: int | None
+
+
+class LayerArguments(ArgumentsBesideRecipe, total=False):
+    """The options as keyword arguments of a public function: ``**options: Unpack[LayerArguments]``. The
+    activation is not among them: of some layers the model says it."""
+
+    recipe: RecipeName
+
+
+@dataclass(kw_only=True)
+class LayerFields:
+    """The same as fields of a configuration, which is a dataclass derived from this one."""
+
+    recipe: RecipeName = "fp8_flow"
+    """ "fp8_flow", "fp8_blockwise" or "bf16", as in `fp8moe.moe_forward`."""
+    recompute: str | None = None
+    """None, or "moe_expert": the backward recomputes the first GEMM and the activation."""
+    backend: str | None = None
+    """Kernels of the GEMMs, as in `fp8moe.grouped_gemm`; None: the fastest."""
+    num_sms: int | None = None
+    """Maximum number of multiprocessors that each GEMM may use; None: all."""
 
 
 @dataclass(frozen=True)
