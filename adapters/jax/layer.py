@@ -269,8 +269,9 @@ def _multiplied(w13: Any, w2: Any, layer: _Layer) -> tuple[Any, Any]:
     """The weights of `_operands` as `fp8moe.moe_forward` takes them, quantised if their layout requires
     it."""
     is_pair, ffn, recipe = isinstance(w13, tuple), _ffn(w13, w2, layer), layer.options.precision
-    unchanged = ffn is None or not (is_pair or layer.transposed or ffn % recipe.ffn_multiple)
-    if unchanged or not recipe.quantizes:
+    if not recipe.quantizes or ffn is None:
+        return w13, w2
+    if not (is_pair or layer.transposed or ffn % recipe.ffn_multiple):
         return w13, w2
     padded = round_up(ffn, recipe.ffn_multiple)
     if _is_float(w13):

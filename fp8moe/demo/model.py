@@ -19,6 +19,7 @@ import numpy as np
 
 import fp8moe
 from fp8moe.formats import BFLOAT16
+from fp8moe.layer.recipes import RecipeName
 
 BYTES = 256
 EPS = 1e-6
@@ -47,7 +48,7 @@ class Config:
 class Model:
     """Parameters and Adam moments of one recipe's model."""
 
-    def __init__(self, config: Config, recipe: str, xp: ModuleType = np):
+    def __init__(self, config: Config, recipe: RecipeName, xp: ModuleType = np):
         self.config, self.recipe, self.xp = config, recipe, xp
         rng = np.random.default_rng(config.seed)  # every recipe starts from the same weights
         h, f, e = config.hidden, config.ffn, config.experts

@@ -334,4 +334,4 @@ _FP8_FLOW = Recipe(
     backward_input=_backward_input_fp8_flow,
     backward_weight=_backward_weight_fp8_flow,
 )
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (_BF16, _FP8_BLOCKWISE, _FP8_FLOW)}
+RECIPES: dict[RecipeName, Recipe] = {recipe.name: recipe for recipe in (_BF16, _FP8_BLOCKWISE, _FP8_FLOW)}

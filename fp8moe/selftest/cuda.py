@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
+from fp8moe.layer.recipes import RecipeName
 from fp8moe.ops.router import add_product
 from fp8moe.records import QuantTensor
 from fp8moe.runtime.call import load_backend
@@ -43,7 +44,7 @@ class CudaCheck:
         self.cupy, self.inputs = cupy, inputs
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        def layer(recipe: str) -> Callable[[], None]:
+        def layer(recipe: RecipeName) -> Callable[[], None]:
             def run(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, dy: Any) -> Any:
                 y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
                 g = fp8moe.moe_backward(saved, dy)
