@@ -56,12 +56,12 @@ def experts(
     that share memory, because Megatron expects a ``grad`` and discards it; otherwise its ``grad`` remains
     None.
     """
-    (w13, w2), gemm_weights, ffn, parameters = weights
+    (w13, w2), gemm_weights, ffn, whole = weights
     w1, w3 = w13 if isinstance(w13, tuple) else (w13, None)  # w1 is all of w13 if there is no w3
     if gemm_weights is None:
         gemm_weights = [w.detach().to(x.dtype) for w in (w13, w2)]
     inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w1), ("dw13", w3), ("dw2", w2))
-    parameters = (w1, w3, w2) if parameters is None else (parameters[0], None, parameters[1])
+    parameters = (w1, w3, w2) if whole is None else (whole[0], None, whole[1])
     recording = torch.is_grad_enabled()
     needed = {name: recording and t is not None and t.requires_grad for name, t in reversed(inputs)}
     needed["dw13"] |= recording and w3 is not None and w3.requires_grad

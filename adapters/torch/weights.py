@@ -316,7 +316,7 @@ class _Unchanged(Scope):
     def enter(self, opening: weakref.ref[Opening]) -> None:
         for module in self.model.modules():
             weights = getattr(module, "_fp8_weights", None)
-            if isinstance(weights, FP8Weights) and module._options.precision.quantizes:
+            if isinstance(weights, FP8Weights) and weights.module._options.precision.quantizes:
                 weights.declare(opening)
 
 
