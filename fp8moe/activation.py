@@ -85,7 +85,7 @@ class Activation(Options):
     @property
     def gated(self) -> bool:
         """Whether h consists of two halves (a | b)."""
-        return halves_of(self.kind) == 2
+        return self.kind in GATED
 
     @property
     def function(self) -> str:
@@ -94,7 +94,7 @@ class Activation(Options):
 
     def width(self, columns: int) -> int:
         """F, the number of columns of y, given the number of columns of h."""
-        return columns // 2 if self.gated else columns
+        return columns // 2 if self.kind in GATED else columns
 
     def columns(self, width: int) -> int:
         """The number of columns of h, given F (``width``)."""

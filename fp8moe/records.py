@@ -252,8 +252,12 @@ class PermutationPlan(Record):
         return plan_layout(self.num_tokens, self.num_experts, self.max_experts_per_token, self.has_slots)
 
     def _part(self, name: str) -> Array:
-        start, shape = self.layout[1][name]
-        if type(self.data) in (DeviceArray, ArraySpec):
+        kind = type(self.data)
+        # not for a framework's arrays: a compiler would trace the cache
+        layout = cached_plan_layout if kind in (DeviceArray, np.ndarray) else plan_layout
+        sizes = self.num_tokens, self.num_experts, self.max_experts_per_token, self.has_slots
+        start, shape = layout(*sizes)[1][name]
+        if kind in (DeviceArray, ArraySpec):
             return self.data.part(start, shape)
         return self.data[start : start + math.prod(shape)].reshape(shape)
 

@@ -5,8 +5,11 @@ import collections
 import functools
 import importlib
 import itertools
+import sys
 import types
 import typing
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -584,18 +587,6 @@ def test_gradients_that_were_not_saved_for_raise(recipe, kept, asked, name):
         fp8moe.moe_backward(saved, dy, gradients=[asked])
 
 
-class AsOnCuda:
-    """A call on the CPU whose arrays report a CUDA device."""
-
-    device = 0
-
-    def __init__(self, call):
-        self.call = call
-
-    def __getattr__(self, name):
-        return getattr(self.call, name)
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
@@ -612,9 +603,8 @@ def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
         monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
     # as if the arrays were on CUDA, where a backend can be selected
-    choices = importlib.import_module("fp8moe.ops.grouped_gemm")
-    monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
     layer = importlib.import_module("fp8moe.layer.checks")
+    monkeypatch.setattr(layer, "_refuse_on_cpu", lambda options, device: None)
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)
     options = {"recipe": recipe, "recompute": recompute}
@@ -788,3 +778,83 @@ def test_layer_with_an_sm_limit(backend, monkeypatch, recipe):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=8)
     with pytest.raises(ValueError, match="num_sms: got 2 with backend='mma', which cannot limit itself"):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=2, backend="mma")
+
+
+# ---------------------------------------------------------------- checks, once
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_operations_inside_of_a_layer_are_not_checked_again(recipe, permuted):
+    """No operation calls a check, except for the sizes of a new plan; the layer's own are few."""
+    inputs, _ = layer_inputs(3)
+    checked = []
+
+    def event(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith("runtime/checks.py"):
+            caller = frame.f_back.f_code
+            checked.append((Path(caller.co_filename).parent.name, caller.co_name))
+
+    def forward():
+        if not permuted:
+            return fp8moe.moe_forward(**inputs, recipe=recipe)
+        counts, probs = np.full(len(inputs["w13"]), 1, np.int32), np.ones(len(inputs["x"]), np.float32)
+        rows = inputs["x"], inputs["w13"], inputs["w2"], counts, probs
+        return fp8moe.moe_forward_permuted(*rows, recipe=recipe)
+
+    y, saved = forward()
+    _, operands = fp8moe.moe_backward_input(saved, y)
+    for call, most in (
+        (forward, 35),
+        (lambda: fp8moe.moe_backward(saved, y), 110),
+        (lambda: fp8moe.moe_backward_weight(operands), 110),
+    ):
+        checked.clear()
+        sys.setprofile(event)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        assert {name for folder, name in checked if folder == "ops"} <= {"plan_spec"}
+        assert 0 < len(checked) <= most
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_a_backward_refuses_tensors_that_its_forward_did_not_save(recipe):
+    """By name, as no operation of it checks them again: one row or column more, or another dtype."""
+    inputs, dy = layer_inputs(3)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+
+    def longer(a):
+        return np.concatenate([a, a[-1:]])
+
+    def changed(value):
+        if isinstance(value, Quantized):
+            for q in changed(value.columnwise):
+                yield replace(value, columnwise=q)
+        elif isinstance(value, QuantTensor):
+            for part in ("data", "scales"):
+                yield replace(value, **{part: longer(getattr(value, part))})
+            if not value.columnwise:
+                yield replace(value, data=longer(value.data), scales=longer(value.scales))
+            yield replace(value, block=(1, 32))
+        else:
+            yield longer(value)
+            yield value.astype(np.int8)
+
+    plan = saved.plan
+    plans = [replace(plan, **{size: getattr(plan, size) + 1}) for size in ("num_tokens", "num_experts")]
+    for name, record, fields, backward in (
+        ("saved", saved, ("x", "h", "a", "probs", "w13", "w2"), lambda r: fp8moe.moe_backward(r, dy)),
+        ("operands", operands, ("dy", "a", "dh", "x"), fp8moe.moe_backward_weight),
+    ):
+        backward(record)
+        for field in fields:
+            named = "w13|w2" if field == "w13" else field  # w13 has the sizes of the others
+            for value in changed(getattr(record, field)):
+                with pytest.raises((TypeError, ValueError), match=rf"\b{name}\.({named})\b"):
+                    backward(replace(record, **{field: value}))
+        for other in plans:
+            with pytest.raises((TypeError, ValueError), match=r"\bplan\b"):
+                backward(replace(record, plan=other))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from fp8moe.expert_parallel.protocols import check_comm
-from fp8moe.formats import round_up
+from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.permuted_rows import PlacedRows
-from fp8moe.layer.recipes import GRADIENTS, parts_of
+from fp8moe.layer.recipes import GRADIENTS, Recipe, parts_of
 from fp8moe.layer.saved import Saved, SavedForWeights
 from fp8moe.ops.grouped_gemm import not_on_cpu
 from fp8moe.ops.quantize import times_overwritten
 from fp8moe.records import PermutationPlan, Quantized, QuantTensor
 from fp8moe.runtime import checks
 from fp8moe.runtime.call import load_backend
-from fp8moe.runtime.dispatch import NOWHERE, Call, enter, operation
+from fp8moe.runtime.dispatch import NOWHERE, Call, current, enter, operation
 from fp8moe.runtime.interop import Device
 from fp8moe.runtime.record_trees import is_metadata
 
@@ -180,8 +182,7 @@ def check_backend(
     """
     if not options.limits_gemms or device == NOWHERE:
         return
-    if device == "cpu":
-        raise not_on_cpu(*next((name, value) for name, value in options.gemm.items() if value is not None))
+    _refuse_on_cpu(options, device)
     recipe = options.precision
     width = round_up(ffn, recipe.ffn_multiple)
     load_backend(device, "grouped_gemm").check_layer(
@@ -196,6 +197,11 @@ def check_backend(
         ffn=ffn,
         gradients=tuple(gradients),
     )
+
+
+def _refuse_on_cpu(options: LayerOptions, device: Device) -> None:
+    if options.limits_gemms and device == "cpu":
+        raise not_on_cpu(*next((name, value) for name, value in options.gemm.items() if value is not None))
 
 
 def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
@@ -274,6 +280,107 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     return tuple(gradients)
 
 
+def check_saved_tensors(saved: Saved) -> None:
+    """Check the tensors that the forward saved, which `dataclasses.replace` may have altered: no operation of
+    the backward checks them again."""
+    call, recipe, plan = current.call, saved.options.precision, saved.plan
+    _refuse_on_cpu(saved.options, call.device)
+    if saved.w13 is None:  # nothing is computed of the others
+        _check_plan(call, "saved", plan, recipe, "E")
+        return
+    experts, columns, hidden = _check_weights("saved.w13", saved.w13, recipe, ("E", "N", "H"))
+    ffn = saved.options.activation.width(columns)
+    if saved.w2 is not None:
+        _check_weights("saved.w2", saved.w2, recipe, (experts, hidden, ffn))
+    rows = _check_plan(call, "saved", plan, recipe, experts)
+    dtypes = (BFLOAT16,) if recipe.quantizes else (saved.w13.dtype,)
+    _check_rows(call, "saved.x", saved.x, recipe, dtypes, (_rows_of_x(plan, recipe), hidden))
+    checks.arrays(
+        ("saved.h", saved.h, dtypes, (rows, columns)), ("saved.probs", saved.probs, checks.FLOATS, (rows,))
+    )
+    _check_rows(call, "saved.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
+
+
+def _check_weights(name: str, w: Any, recipe: Recipe, wanted: tuple[int | str, ...]) -> tuple[int, int, int]:
+    """Check the weights that a forward saved; returns their shape."""
+    if recipe.quantizes:
+        if not isinstance(w, Quantized):
+            raise TypeError(f"{name}: got a {type(w).__name__}; wanted the forward's weights")
+        sides = {"columnwise": w.columnwise} if w.rowwise is None else dict(vars(w))
+        for side, q in sides.items():
+            _check_blocks(f"{name}.{side}", q, wanted, transposed=side == "columnwise")
+        w = w.columnwise
+    else:
+        checks.dtype(name, w, checks.FLOATS)
+        checks.shape(name, w, wanted)
+    return w.shape  # type: ignore[no-any-return]
+
+
+def _check_blocks(name: str, q: Any, wanted: tuple[int | str, ...], *, transposed: bool) -> None:
+    """Check a tensor in blocks of (128, 128)."""
+    checks.quant_tensor(name, q, ((128, 128),))
+    checks.shape(name, q, wanted)
+    if q.transposed != transposed:
+        raise ValueError(
+            f"{name}.transposed: got {q.transposed}; wanted {transposed}, as the forward saved it"
+        )
+
+
+def _check_rows(
+    call: Call,
+    name: str,
+    x: Any,
+    recipe: Recipe,
+    dtypes: tuple[np.dtype, ...],
+    wanted: tuple[int | str, ...],
+    *,
+    transposed: bool = False,
+) -> None:
+    """Check rows in the precision of the recipe's GEMMs. transposed: codes that are stored transposed."""
+    if x is None:
+        return
+    if not recipe.quantizes:
+        checks.dtype(name, x, dtypes)
+        checks.shape(name, x, wanted)
+    elif transposed:
+        _check_blocks(name, x, wanted, transposed=True)
+    else:
+        checks.quant_tensor(name, x, ((1, 128),))
+        checks.shape(name, x, wanted)
+        if recipe.scaling_aware:
+            checks.powers_of_two(call, name, x)
+
+
+def _check_plan(call: Call, name: str, plan: Any, recipe: Recipe, experts: int | str) -> int:
+    """Check the forward's plan or placed rows; returns the number of permuted rows."""
+    for size, low in (("num_tokens", 0), ("num_out_tokens", 0), ("align_size", 1)):
+        checks.integer(f"{name}.plan.{size}", getattr(plan, size), low)
+    if plan.align_size % recipe.align_size:
+        raise ValueError(
+            f"{name}.plan.align_size: got {plan.align_size}; wanted a multiple of {recipe.align_size}"
+        )
+    if isinstance(plan, PermutationPlan):
+        checks.plan(call, plan, fills=True)
+        if experts not in (plan.num_experts, "E"):
+            raise ValueError(f"{name}.plan: got one for {plan.num_experts} experts; wanted {experts}")
+    elif plan.tokens_per_expert is not None:
+        counts = f"{name}.plan.tokens_per_expert"
+        checks.arrays((counts, plan.tokens_per_expert, checks.INTEGERS, (experts,)))
+        values = call.values(plan.tokens_per_expert)
+        if values is not None:
+            checks.counts(counts, values, plan.num_tokens, "the caller")
+    align: dict[str, Any] = {"align_size": plan.align_size, "align": "plan.align_size"}
+    wanted = experts if isinstance(experts, str) else experts + 1
+    checks.offsets(call, f"{name}.plan.expert_offsets", plan.expert_offsets, experts=wanted, **align)
+    return int(plan.num_out_tokens)
+
+
+def _rows_of_x(plan: PermutationPlan | PlacedRows, recipe: Recipe) -> int:
+    """Rows of x and dy, as they are saved: before the permutation where the codes are transposed in it."""
+    before = recipe.scaling_aware and isinstance(plan, PermutationPlan)
+    return plan.num_tokens if before else plan.num_out_tokens
+
+
 def check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) -> None:
     call = enter(dy=dy, w13=saved.w13)
     a, recipe = call.args, saved.options.precision
@@ -318,6 +425,7 @@ def check_backward(
 
 def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
     """Check all arguments of `moe_backward_weight`, before anything is added."""
+    _check_operands(operands)
     kept = {name: getattr(operands, name) for name in ("dy", "a", "dh", "x")}
     experts = operands.plan.expert_offsets.shape[0] - 1
     weight_shapes = [
@@ -326,6 +434,23 @@ def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, f
     ]
     kept = {name: value for name, value in kept.items() if value is not None}
     _check_outputs(operands, kept, weight_shapes, dw13, dw2, dtype, ffn)
+
+
+def _check_operands(operands: SavedForWeights) -> None:
+    call, recipe, plan = current.call, operands.options.precision, operands.plan
+    _refuse_on_cpu(operands.options, call.device)
+    rows = _check_plan(call, "operands", plan, recipe, "E")
+    outer = _rows_of_x(plan, recipe)
+    for left, right, of_rows in (("dy", "a", (outer, rows)), ("dh", "x", (rows, outer))):
+        first, second = getattr(operands, left), getattr(operands, right)
+        if first is None:
+            continue
+        for name, x, count, dtypes in (
+            (left, first, of_rows[0], checks.FLOATS),
+            (right, second, of_rows[1], (getattr(first, "dtype", None),)),
+        ):
+            transposed = recipe.scaling_aware and name in ("a", "dh")
+            _check_rows(call, f"operands.{name}", x, recipe, dtypes, (count, "K"), transposed=transposed)
 
 
 def _check_outputs(

@@ -27,6 +27,7 @@ from fp8moe.layer.checks import (
     check_operands,
     check_permuted,
     check_saved,
+    check_saved_tensors,
     check_sums,
     check_wanted,
 )
@@ -39,11 +40,11 @@ from fp8moe.layer.permuted_rows import (
 )
 from fp8moe.layer.recipes import GRADIENTS, RecipeName, cast
 from fp8moe.layer.saved import Saved, SavedForWeights
-from fp8moe.ops.plan import plan_topk, static_bound
-from fp8moe.ops.quantize import quantize, quantize_parts, times_overwritten
+from fp8moe.ops.plan import raw_plan_topk, static_bound
+from fp8moe.ops.quantize import quantize, quantize_parts, raw_quantize, times_overwritten
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor
 from fp8moe.runtime import checks, counters
-from fp8moe.runtime.dispatch import operation
+from fp8moe.runtime.dispatch import current, operation
 
 
 def quantize_weights(
@@ -254,8 +255,7 @@ def _forward_over_ranks(
             rows_given = received.x, w13, w2, received.tokens_per_expert, received.probs
             y, saved = permuted_experts_forward(*rows_given, options, kept, received.align_size)
         else:
-            # rounded up, so that steps with similar row counts share shapes, and with them the cached launch
-            # plan
+            # rounded up, so that steps with similar row counts share shapes, and with them the recording
             entries = received.num_entries if capacity_of(comm) else with_spare(received.num_entries)
             rows = static_bound(entries, experts, recipe.align_size)
             tokens = received.x, w13, w2, received.topk_ids, received.topk_probs
@@ -407,13 +407,14 @@ def experts_forward(
     num_out_tokens: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` for this rank's experts; x is a QuantTensor if other ranks sent it quantised."""
-    recipe = options.precision
+    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+    check_layer(options, gradients, **given)
+    recipe, experts = options.precision, experts_of(w13)
+    checks.expert_ids(current.call, "topk_ids", topk_ids, experts)
     if not isinstance(x, QuantTensor):
-        given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-        check_layer(options, gradients, **given)
         x = cast(recipe, x)
-    align = recipe.align_size
-    plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
+    sizes: dict[str, Any] = {"align_size": recipe.align_size, "num_out_tokens": num_out_tokens}
+    plan = raw_plan_topk(topk_ids, experts, **sizes)
     return _by_plan(x, w13, w2, plan, topk_probs, options, gradients)
 
 
@@ -451,8 +452,8 @@ def _by_plan(
     """Forward of the experts, given a plan or placed rows."""
     recipe = options.precision
     if recipe.quantizes:
-        w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
-        w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
+        w13 = w13 if isinstance(w13, Quantized) else raw_quantize(w13, block=(128, 128), columnwise=True)
+        w2 = w2 if isinstance(w2, Quantized) else raw_quantize(w2, block=(128, 128), columnwise=True)
     y, fields = recipe.forward(x, w13, w2, plan, probs, options, gradients)
     if recipe.quantizes:
         w13, w2 = w13 if options.recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
@@ -471,6 +472,7 @@ def experts_backward(
     ffn: int | None = None,
 ) -> MoEGrads:
     """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
+    check_saved_tensors(saved)
     check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
     dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
@@ -482,6 +484,7 @@ def experts_backward_input(
     saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
 ) -> tuple[Any, Any, SavedForWeights]:
     """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
+    check_saved_tensors(saved)
     check_dy(saved, dy, gradients, saved.num_tokens)
     return _backward_input(saved, dy, gradients)
 

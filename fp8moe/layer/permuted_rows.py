@@ -2,9 +2,10 @@
 
 A dispatcher of another library (Megatron-Core, DeepEP, HybridEP, NCCL-EP) returns rows sorted by expert and
 the number of rows of each expert. From these counts `place_rows` makes a `PlacedRows`, which takes the place
-of a `PermutationPlan` in the expert layer. `permute` and the other functions below have the names of those in
-`fp8moe.permute` and accept either; for `PlacedRows` they move no data. Where the kernels need each expert's
-rows padded and they are not, `pad_rows` and `unpad_rows` do it around the layer.
+of a `PermutationPlan` in the expert layer. `permute` and the other functions below do what the operations of
+these names do, on raw buffers that the layer has checked, and accept either; for `PlacedRows` they move no
+data. Where the kernels need each expert's rows padded and they are not, `pad_rows` and `unpad_rows` do it
+around the layer.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.ops.grouped_gemm import grouped_gemm
-from fp8moe.ops.grouped_gemm import permute_gemm as permute_gemm_by_plan
-from fp8moe.ops.permute import pad, rows_spec, sort_chunks_spec
-from fp8moe.ops.permute import permute as permute_by_plan
-from fp8moe.ops.permute import permute_backward as permute_backward_by_plan
-from fp8moe.ops.permute import unpermute as unpermute_by_plan
-from fp8moe.ops.permute import unpermute_backward as unpermute_backward_by_plan
+from fp8moe.ops.grouped_gemm import raw_grouped_gemm, raw_permute_gemm
+from fp8moe.ops.permute import (
+    raw_pad,
+    raw_permute,
+    raw_permute_backward,
+    raw_sort_chunks,
+    raw_sort_chunks_backward,
+    raw_unpermute,
+    raw_unpermute_backward,
+)
 from fp8moe.ops.plan import static_bound
-from fp8moe.ops.transpose import permute_transpose as permute_transpose_by_plan
-from fp8moe.ops.transpose import scaling_aware_transpose
-from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, Record, SortedChunks
+from fp8moe.ops.transpose import raw_permute_transpose, raw_scaling_aware_transpose
+from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, Record
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import Call, enter
+from fp8moe.runtime.dispatch import Call, current
 
 
 @dataclass(frozen=True)
@@ -47,26 +50,20 @@ class PlacedRows(Record):
 
 
 def place_rows(x: Any, tokens_per_expert: Any, probs: Any, given: int, wanted: int) -> tuple[Any, Any, Any]:
-    """(x, probs, `PlacedRows`), padded if necessary; does not synchronise.
+    """(x, probs, `PlacedRows`) of raw buffers, padded if necessary; does not synchronise.
 
     given: alignment of each expert's rows in x. wanted: alignment that the kernels need.
     """
-    call = enter(x=x, tokens_per_expert=tokens_per_expert, probs=probs)
-    a = call.args
-    rows, experts = a.x.shape[0], a.tokens_per_expert.shape[0]
-    _check_counts(call, a.tokens_per_expert, a.probs, given, rows)
+    rows, experts = x.shape[0], tokens_per_expert.shape[0]
+    _check_counts(current.call, tokens_per_expert, probs, given, rows)
     if given % wanted == 0:
         # sorting rows with zero columns computes only the group offsets
-        empty = call.empty(ArraySpec((rows, 0), np.dtype(np.uint8)))
-        out = call.empty(sort_chunks_spec(empty, None, experts, 0))
-        _sort(call, empty, a.tokens_per_expert, None, given, out)
-        placed = PlacedRows(None, call.leave(out.group_offsets), rows, rows, given)
-        return x, probs, placed
+        empty = current.call.empty(ArraySpec((rows, 0), np.dtype(np.uint8)))
+        out = raw_sort_chunks(empty, tokens_per_expert, None, None, align_size=given, num_out_tokens=0)
+        return x, probs, PlacedRows(None, out.group_offsets, rows, rows, given)
     padded_rows = static_bound(rows, experts, wanted)
     checks.int32_offsets(rows, experts, wanted, padded_rows)
-    out = call.empty(sort_chunks_spec(a.x, a.probs, experts, padded_rows))
-    _sort(call, a.x, a.tokens_per_expert, a.probs, wanted, out)
-    out = call.leave(out)
+    out = raw_sort_chunks(x, tokens_per_expert, None, probs, align_size=wanted, num_out_tokens=padded_rows)
     placed = PlacedRows(tokens_per_expert, out.group_offsets, rows, padded_rows, wanted)
     return out.data, out.probs, placed
 
@@ -99,50 +96,20 @@ def _check_counts(call: Call, counts: Any, probs: Any, align_size: int, rows: in
             )
 
 
-def _sort(call: Call, x: Any, counts: Any, probs: Any, align_size: int, out: SortedChunks) -> None:
-    """Copy the experts' chunks in their present order, each padded to align_size."""
-    call.run(
-        "permute",
-        "sort_chunks",
-        x,
-        counts,
-        None,
-        probs,
-        align_size=align_size,
-        chunks_per_group=1,
-        keep_rest=False,
-        out=out,
-    )
-
-
 def pad_rows(x: Any, rows: PlacedRows) -> Any:
     """The caller's rows, padded for the kernels if necessary."""
     if rows.tokens_per_expert is None:
         return x
-    return pad(x, rows.tokens_per_expert, rows.align_size, num_out_tokens=rows.num_out_tokens)
+    return raw_pad(x, rows.tokens_per_expert, rows.align_size, num_out_tokens=rows.num_out_tokens)
 
 
 def unpad_rows(x: Any, rows: PlacedRows, probs: Any = None) -> tuple[Any, Any]:
     """Rows and their probs in the caller's placement; zeros past the last expert's rows."""
-    if rows.tokens_per_expert is None:
+    counts = rows.tokens_per_expert
+    if counts is None:
         return x, probs
-    call = enter(x=x, counts=rows.tokens_per_expert, probs=probs)
-    a = call.args
-    probs_spec = None if probs is None else ArraySpec((rows.num_tokens,), a.probs.dtype)
-    out = call.empty((rows_spec(a.x, rows.num_tokens), probs_spec))
-    call.run(
-        "permute",
-        "sort_chunks_backward",
-        a.x,
-        a.counts,
-        None,
-        a.probs,
-        align_size=rows.align_size,
-        chunks_per_group=1,
-        keep_rest=False,
-        out=out,
-    )
-    return call.leave(out)  # type: ignore[no-any-return]
+    sizes = {"align_size": rows.align_size, "num_tokens": rows.num_tokens}
+    return raw_sort_chunks_backward(x, counts, None, probs, **sizes)
 
 
 # ---------------------------------------------------------------- operations on a plan or on placed rows
@@ -152,7 +119,7 @@ def permute(x: Any, plan: PermutationPlan | PlacedRows, probs: Any = None) -> Pe
     """`fp8moe.permute`."""
     if isinstance(plan, PlacedRows):
         return Permuted(x, probs, plan)  # type: ignore[arg-type]
-    return permute_by_plan(x, plan, probs)  # type: ignore[no-any-return]
+    return raw_permute(x, plan, probs)
 
 
 def permute_gemm(
@@ -160,9 +127,9 @@ def permute_gemm(
 ) -> Permuted:
     """`fp8moe.permute_gemm`."""
     if isinstance(plan, PlacedRows):
-        h = grouped_gemm(x, w, plan.expert_offsets, int32_counts(plan), **gemm)
+        h = raw_grouped_gemm(x, w, plan.expert_offsets, int32_counts(plan), **gemm)
         return Permuted(h, probs, plan)  # type: ignore[arg-type]
-    return permute_gemm_by_plan(x, w, plan, probs, **gemm)  # type: ignore[no-any-return]
+    return raw_permute_gemm(x, w, plan, probs, **gemm)
 
 
 def int32_counts(plan: PermutationPlan | PlacedRows) -> Any:
@@ -173,25 +140,25 @@ def int32_counts(plan: PermutationPlan | PlacedRows) -> Any:
 
 def unpermute(x: Any, plan: PermutationPlan | PlacedRows) -> Any:
     """`fp8moe.unpermute`."""
-    return x if isinstance(plan, PlacedRows) else unpermute_by_plan(x, plan)
+    return x if isinstance(plan, PlacedRows) else raw_unpermute(x, plan)
 
 
 def permute_backward(grad: Any, plan: PermutationPlan | PlacedRows, grad_probs: Any) -> tuple[Any, Any]:
     """`fp8moe.permute_backward`."""
     if isinstance(plan, PlacedRows):
         return grad, grad_probs
-    return permute_backward_by_plan(grad, plan, grad_probs)  # type: ignore[no-any-return]
+    return raw_permute_backward(grad, plan, grad_probs)
 
 
 def unpermute_backward(grad: Any, plan: PermutationPlan | PlacedRows) -> tuple[Any, Any]:
     """`fp8moe.unpermute_backward`."""
     if isinstance(plan, PlacedRows):
         return grad, None
-    return unpermute_backward_by_plan(grad, plan)  # type: ignore[no-any-return]
+    return raw_unpermute_backward(grad, plan)
 
 
 def permute_transpose(q: QuantTensor, plan: PermutationPlan | PlacedRows, *, target: str) -> QuantTensor:
     """`fp8moe.permute_transpose`."""
     if isinstance(plan, PlacedRows):
-        return scaling_aware_transpose(q, plan.expert_offsets, target=target, align_size=plan.align_size)
-    return permute_transpose_by_plan(q, plan, target=target)  # type: ignore[no-any-return]
+        return raw_scaling_aware_transpose(q, plan.expert_offsets, target=target, align_size=plan.align_size)
+    return raw_permute_transpose(q, plan, target=target)

@@ -1,4 +1,5 @@
-"""The three precision recipes of the expert layer, composed of the public operations.
+"""The three precision recipes of the expert layer, composed of the operations' inner functions: the layer
+checks its arguments once, so nothing here is checked again.
 
 "fp8_flow" (arXiv 2511.02302) has two explicit casts, of the input and of the output gradient. Rows are
 dispatched and permuted in FP8, the SwiGLU kernel quantises its result, and the scaling-aware transpose makes
@@ -24,12 +25,14 @@ from fp8moe.layer.permuted_rows import (
     unpermute,
     unpermute_backward,
 )
-from fp8moe.ops.grouped_gemm import (
-    grouped_gemm,
-    grouped_gemm_wgrad,
+from fp8moe.ops.grouped_gemm import raw_grouped_gemm, raw_grouped_gemm_wgrad
+from fp8moe.ops.quantize import columns_of, raw_dequantize, raw_quantize
+from fp8moe.ops.swiglu import (
+    raw_swiglu,
+    raw_swiglu_backward,
+    raw_swiglu_quantize,
+    raw_swiglu_quantize_backward,
 )
-from fp8moe.ops.quantize import columns_of, dequantize, quantize
-from fp8moe.ops.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.records import QuantTensor
 from fp8moe.runtime import checks
 
@@ -71,7 +74,7 @@ class Recipe:
 
 def cast(recipe: Recipe, x: Any) -> Any:
     """Rows in the format in which the recipe permutes them."""
-    return x if recipe.format_between_ranks is None else quantize(x, fmt=recipe.format_between_ranks)
+    return x if recipe.format_between_ranks is None else raw_quantize(x, fmt=recipe.format_between_ranks)
 
 
 def parts_of(dw13: Any) -> tuple[Any, ...]:
@@ -92,7 +95,7 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, options, gradients):  # type: ign
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
     saved |= {"h": _kept_h(h, options, gradients), "a": columnwise}
     del h, a
-    rows_of_y = grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets, int32_counts(plan), **options.gemm)
+    rows_of_y = raw_grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets, int32_counts(plan), **options.gemm)
     del rowwise
     return unpermute(rows_of_y, plan), saved
 
@@ -112,7 +115,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         # dy is FP8 already: cast 2
         da = permute_gemm(dy, saved.w2.columnwise, plan, **options.gemm).data
         transposed = "dw13" in gradients
-        grad = swiglu_quantize_backward(
+        grad = raw_swiglu_quantize_backward(
             da,
             h,
             saved.probs,
@@ -125,7 +128,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
         del da, grad
     if of_inputs(gradients):
-        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets, int32_counts(plan), **options.gemm)
+        dxe = raw_grouped_gemm(rowwise, saved.w13.columnwise, offsets, int32_counts(plan), **options.gemm)
         del rowwise
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
@@ -140,13 +143,13 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     if a is not None:
         transposed = permute_transpose(operands.dy, plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
-        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, **options)
+        dw2 = raw_grouped_gemm_wgrad(transposed, a, offsets, dw2, **options)
         del transposed
     if dh is None:
         return None, dw2
     transposed = permute_transpose(x, plan, target=_TARGET)
     parts = _parts_of_dh(dh, dw13, ffn)
-    sums = [grouped_gemm_wgrad(half, transposed, offsets, out, **options) for half, out in parts]
+    sums = [raw_grouped_gemm_wgrad(half, transposed, offsets, out, **options) for half, out in parts]
     return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
 
 
@@ -159,7 +162,7 @@ def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[Quan
 
 def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untyped-def]
     options = {"activation": activation, "transposed": transposed}
-    return swiglu_quantize(
+    return raw_swiglu_quantize(
         h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, **options
     )
 
@@ -174,12 +177,12 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, options, gradients):  # type
     q = _quantized(permuted.data)  # cast 1
     saved = {"probs": permuted.probs, "x": q if gradients else None}
     del permuted
-    h = grouped_gemm(q, w13.rowwise, plan.expert_offsets, **options.gemm)
+    h = raw_grouped_gemm(q, w13.rowwise, plan.expert_offsets, **options.gemm)
     del q
-    a = quantize(swiglu(h, saved["probs"], activation=options.activation))  # cast 2
+    a = raw_quantize(raw_swiglu(h, saved["probs"], activation=options.activation))  # cast 2
     saved |= {"h": _kept_h(h, options, gradients), "a": None if options.recompute or not gradients else a}
     del h
-    rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets, **options.gemm)
+    rows_of_y = raw_grouped_gemm(a, w2.rowwise, plan.expert_offsets, **options.gemm)
     del a
     return unpermute(rows_of_y, plan), saved
 
@@ -188,17 +191,18 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
     plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if options.recompute and gradients:
-        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets, **options.gemm)
-        a = quantize(swiglu(h, saved.probs, activation=options.activation)) if "dw2" in gradients else None
+        h = raw_grouped_gemm(saved.x, saved.w13.rowwise, offsets, **options.gemm)
+        if "dw2" in gradients:
+            a = raw_quantize(raw_swiglu(h, saved.probs, activation=options.activation))
     dout = _quantized(permute(dy, plan).data)  # cast 3
     if of_h(gradients):
-        da = grouped_gemm(dout, saved.w2.columnwise, offsets, **options.gemm)
-        grad = swiglu_backward(da, h, saved.probs, activation=options.activation)
+        da = raw_grouped_gemm(dout, saved.w2.columnwise, offsets, **options.gemm)
+        grad = raw_swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
-        dh, dprobs_of_rows = quantize(grad.dh), grad.dprobs  # cast 4
+        dh, dprobs_of_rows = raw_quantize(grad.dh), grad.dprobs  # cast 4
         del grad
     if of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets, **options.gemm)
+        dxe = raw_grouped_gemm(dh, saved.w13.columnwise, offsets, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
@@ -207,34 +211,34 @@ def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: igno
     offsets, options = operands.plan.expert_offsets, {"dtype": dtype, **operands.options.gemm}
     if operands.a is not None:
         columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
-        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, **options)
+        dw2 = raw_grouped_gemm_wgrad(*columnwise, offsets, dw2, **options)
         del columnwise
     if operands.dh is not None:
         columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
-        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, **options)
+        dw13 = raw_grouped_gemm_wgrad(*columnwise, offsets, dw13, **options)
     return dw13, dw2
 
 
 def _quantized(x: Any) -> QuantTensor:
     """Rows in FP8; another library's dispatcher may have quantised them already."""
-    return x if isinstance(x, QuantTensor) else quantize(x)  # type: ignore[no-any-return]
+    return x if isinstance(x, QuantTensor) else raw_quantize(x)  # type: ignore[no-any-return]
 
 
 def _requantize(q: Any) -> QuantTensor:
     """Row-wise to column-wise by dequantising and quantising. Experts and blocks both start at multiples of
     128."""
-    return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
+    return raw_quantize(raw_dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
 def _forward_bf16(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
     permuted = permute(x, plan, probs)
-    h = grouped_gemm(permuted.data, w13, plan.expert_offsets, **options.gemm)
+    h = raw_grouped_gemm(permuted.data, w13, plan.expert_offsets, **options.gemm)
     saved = {"probs": permuted.probs, "x": permuted.data if gradients else None}
     del permuted
-    a = swiglu(h, saved["probs"], activation=options.activation)
+    a = raw_swiglu(h, saved["probs"], activation=options.activation)
     saved |= {"h": _kept_h(h, options, gradients), "a": None if options.recompute or not gradients else a}
     del h
-    rows_of_y = grouped_gemm(a, w2, plan.expert_offsets, **options.gemm)
+    rows_of_y = raw_grouped_gemm(a, w2, plan.expert_offsets, **options.gemm)
     del a
     return unpermute(rows_of_y, plan), saved
 
@@ -243,16 +247,16 @@ def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if options.recompute and gradients:
-        h = grouped_gemm(saved.x, saved.w13, offsets, **options.gemm)
-        a = swiglu(h, saved.probs, activation=options.activation) if "dw2" in gradients else None
+        h = raw_grouped_gemm(saved.x, saved.w13, offsets, **options.gemm)
+        a = raw_swiglu(h, saved.probs, activation=options.activation) if "dw2" in gradients else None
     dout, _ = unpermute_backward(dy, plan)
     if of_h(gradients):
-        da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True, **options.gemm)
-        grad = swiglu_backward(da, h, saved.probs, activation=options.activation)
+        da = raw_grouped_gemm(dout, saved.w2, offsets, transpose_w=True, **options.gemm)
+        grad = raw_swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
         dh = grad.dh
     if of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True, **options.gemm)
+        dxe = raw_grouped_gemm(dh, saved.w13, offsets, transpose_w=True, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
@@ -261,9 +265,9 @@ def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-unt
     offsets, gemm = operands.plan.expert_offsets, operands.options.gemm
     dy, a, dh, x = operands.dy, operands.a, operands.dh, operands.x
     if a is not None:
-        dw2 = grouped_gemm_wgrad(dy, a, offsets, dw2, dtype=_at_least(dtype, dy), **gemm)
+        dw2 = raw_grouped_gemm_wgrad(dy, a, offsets, dw2, dtype=_at_least(dtype, dy), **gemm)
     if dh is not None:
-        dw13 = grouped_gemm_wgrad(dh, x, offsets, dw13, dtype=_at_least(dtype, dh), **gemm)
+        dw13 = raw_grouped_gemm_wgrad(dh, x, offsets, dw13, dtype=_at_least(dtype, dh), **gemm)
     return dw13, dw2
 
 

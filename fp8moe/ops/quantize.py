@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,18 @@ def quant_spec(
     transposed: bool = False,
 ) -> QuantTensor:
     """Shapes of a QuantTensor of logical shape ``shape``; ``scale_rows`` where there are several experts."""
+    make = _cached_spec if _SIZES.issuperset(map(type, shape)) else _quant_spec
+    return make(shape, fmt, block, layout, scale_rows, transposed)
+
+
+def _quant_spec(
+    shape: tuple[int, ...],
+    fmt: str,
+    block: Block,
+    layout: str,
+    scale_rows: int | None,
+    transposed: bool,
+) -> QuantTensor:
     scales = scale_shape(shape, block, layout, transposed)
     if scale_rows is not None:
         scales = (scale_rows, *scales[1:])
@@ -282,6 +295,10 @@ def quant_spec(
         layout,
         transposed,
     )
+
+
+_SIZES = frozenset({int})  # symbolic ones are not hashable
+_cached_spec = lru_cache(maxsize=1024)(_quant_spec)
 
 
 def columns_of(q: QuantTensor, first: int, count: int) -> QuantTensor:

@@ -124,7 +124,11 @@ class Call:
             return spec
         new = object.__new__(type(spec))
         for name, part in vars(spec).items():
-            new.__dict__[name] = self.empty(part) if isinstance(part, (ArraySpec, Record, tuple)) else part
+            if type(part) is ArraySpec:
+                part = self.array(part.shape, part.dtype)
+            elif isinstance(part, (Record, tuple)) and name not in DESCRIPTIONS:
+                part = self.empty(part)
+            new.__dict__[name] = part
         return new
 
     def run(self, topic: str, name: str, *arguments: Any, out: Any, **options: Any) -> None:
@@ -187,18 +191,21 @@ class Call:
     def leave(self, out: Any) -> Any:
         """Convert results to arrays of the caller's framework, and raw buffers of arguments back to these
         arguments. Inside another operation everything stays raw: the outermost call converts it."""
-        if current.call is self or is_metadata(out):
+        if current.call is self or type(out) in METADATA_TYPES:
             return out
         for raw, given in self._given:
             if raw is out:
                 return given
         if isinstance(out, tuple):
             return tuple([self.leave(part) for part in out])
-        if not isinstance(out, Record):
+        if isinstance(out, (np.ndarray, DeviceArray)):
             return self.framework.wrap(out)
+        if not isinstance(out, Record):
+            return out if is_metadata(out) else self.framework.wrap(out)
         new = object.__new__(type(out))
         for name, part in vars(out).items():
-            new.__dict__[name] = self.leave(part)
+            plain = type(part) in METADATA_TYPES or name in DESCRIPTIONS
+            new.__dict__[name] = part if plain else self.leave(part)
         return new
 
 

@@ -70,7 +70,7 @@ def reads_values() -> bool:
 
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
-    if type(x) is not DeviceArray:
+    if type(x) is not DeviceArray and type(x) is not np.ndarray:
         if isinstance(x, (QuantTensor, Quantized)):
             raise TypeError(f"{name}: got a {type(x).__name__}; wanted a plain array{_fix(fix)}")
         require_array(name, x, fix)
@@ -89,7 +89,7 @@ def require_array(name: str, x: Any, fix: str = "") -> None:
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """Check a shape. ``wanted``: an int must match; a str names a size that may be any."""
-    if type(x) is not DeviceArray:
+    if type(x) is not DeviceArray and type(x) is not np.ndarray:
         require_array(name, x, fix)
     got = x.shape
     if len(got) == len(wanted):

@@ -105,7 +105,8 @@ def record(field: str, amount: Any) -> None:
 
 
 def record_cast(weight: bool) -> None:
-    record("weight_casts" if weight else "casts", 1)
+    for count in counting():
+        count(("weight_casts" if weight else "casts", 1))
 
 
 def record_saved(nbytes: int) -> None:

@@ -2,7 +2,9 @@
 
 On the CPU the operation is called with NumPy arrays. On CUDA the first call with given shapes records what
 the operation allocates and launches (`fp8moe.runtime.recording`), and later calls replay it. An operation
-that calls others is one call (`fp8moe.runtime.call`): only the outermost converts arrays.
+that calls others is one call (`fp8moe.runtime.call`): only the outermost converts arrays. Where it has
+checked their arguments it calls their inner functions: `raw_NAME` allocates for the operation NAME, and runs
+it, on raw buffers within a call, without checks.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def is_metadata(value: Any) -> bool:
     if type(value) in METADATA_TYPES or type(value) in SYMBOLIC_TYPES:
         return True
     if isinstance(value, tuple):
-        return all(map(is_metadata, value))
+        return METADATA_TYPES.issuperset(map(type, value)) or all(map(is_metadata, value))
     return isinstance(value, (str, int, float, Options))  # subclasses, such as numpy.float64
 
 

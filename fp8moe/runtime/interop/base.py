@@ -196,7 +196,8 @@ def require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
         )
     if not x.flags.c_contiguous:
         raise not_contiguous(name, x.shape, x.strides, f"{fix}({name})")
-    known_dtype(x.dtype, name)
+    if x.dtype not in _KNOWN:
+        known_dtype(x.dtype, name)
     return x
 
 
