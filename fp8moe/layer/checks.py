@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
-
 from fp8moe.expert_parallel.protocols import check_comm
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.layer.options import LayerOptions
@@ -331,7 +329,7 @@ def _check_rows(
     name: str,
     x: Any,
     recipe: Recipe,
-    dtypes: tuple[np.dtype, ...],
+    dtypes: tuple[Any, ...],
     wanted: tuple[int | str, ...],
     *,
     transposed: bool = False,

@@ -108,7 +108,7 @@ def unpad_rows(x: Any, rows: PlacedRows, probs: Any = None) -> tuple[Any, Any]:
     counts = rows.tokens_per_expert
     if counts is None:
         return x, probs
-    sizes = {"align_size": rows.align_size, "num_tokens": rows.num_tokens}
+    sizes: dict[str, Any] = {"align_size": rows.align_size, "num_tokens": rows.num_tokens}
     return raw_sort_chunks_backward(x, counts, None, probs, **sizes)
 
 

@@ -452,7 +452,8 @@ def sort_chunks(
     rows_out = bound if num_out_tokens is None else num_out_tokens
     end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
     checks.room("num_out_tokens", rows_out, end, "split_sizes")
-    options = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    options: dict[str, Any] = {"align_size": align_size, "chunks_per_group": chunks_per_group}
+    options["keep_rest"] = keep_rest
     return raw_sort_chunks(a.x, a.split_sizes, a.sorted_indices, a.probs, num_out_tokens=rows_out, **options)
 
 
@@ -548,7 +549,8 @@ def sort_chunks_backward(
     _most_rows(rows, groups, align_size)
     end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
     checks.room("grad", moved, end, "split_sizes")
-    options = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    options: dict[str, Any] = {"align_size": align_size, "chunks_per_group": chunks_per_group}
+    options["keep_rest"] = keep_rest
     return raw_sort_chunks_backward(
         a.grad, a.split_sizes, a.sorted_indices, a.grad_probs, num_tokens=rows, **options
     )

@@ -220,7 +220,7 @@ class Recording:
         first, framework, wanted = len(call.inputs), call.framework, list[Wanted]()
         for number, (shape, dtype) in enumerate(call.buffers):
             wanted.append((shape, dtype, number not in call.returned))
-        self._stream, makers = framework.prepare(call.device, wanted[first:])
+        self._stream, makers = framework.prepare(int(call.device), wanted[first:])
         for step in call.steps:
             if type(step) is tuple:
                 self._steps.append(step)
