@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.layer.recipes import RecipeName
+from fp8moe.layer.recipes import RECIPES, RecipeName
 from fp8moe.ops.router import add_product
 from fp8moe.records import QuantTensor
 from fp8moe.runtime.call import load_backend
@@ -59,7 +59,7 @@ class CudaCheck:
         return {
             "grouped products": self._check_products,
             **{name: operation(check) for name, check in OPERATIONS.items()},
-            **{f"layer {r}": layer(r) for r in ("bf16", "fp8_blockwise", "fp8_flow")},
+            **{f"layer {r}": layer(r) for r in RECIPES},
         }
 
     def _check_products(self) -> None:
