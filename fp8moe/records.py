@@ -253,8 +253,9 @@ class PermutationPlan(Record):
 
     def _part(self, name: str) -> Array:
         kind = type(self.data)
-        # not for a framework's arrays: a compiler would trace the cache
-        layout = cached_plan_layout if kind in (DeviceArray, np.ndarray) else plan_layout
+        # not for a framework's arrays, as a compiler would trace the cache, nor for its symbols
+        cached = kind in (DeviceArray, np.ndarray) and type(self.num_tokens) is int
+        layout = cached_plan_layout if cached else plan_layout
         sizes = self.num_tokens, self.num_experts, self.max_experts_per_token, self.has_slots
         start, shape = layout(*sizes)[1][name]
         if kind in (DeviceArray, ArraySpec):
