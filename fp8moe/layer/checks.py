@@ -370,7 +370,7 @@ def _check_plan(call: Call, name: str, plan: Any, recipe: Recipe, experts: int |
     align: dict[str, Any] = {"align_size": plan.align_size, "align": "plan.align_size"}
     wanted = experts if isinstance(experts, str) else experts + 1
     checks.offsets(call, f"{name}.plan.expert_offsets", plan.expert_offsets, experts=wanted, **align)
-    return int(plan.num_out_tokens)
+    return plan.num_out_tokens  # type: ignore[no-any-return]
 
 
 def _rows_of_x(plan: PermutationPlan | PlacedRows, recipe: Recipe) -> int:
