@@ -45,8 +45,8 @@ def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[s
     """Train one model per recipe on the same batches. The recipes alternate at each step, so that the load of
     the machine affects all timings equally."""
     tqdm = importlib.import_module("tqdm").tqdm
-    models = {recipe: Model(config, recipe, xp) for recipe in RECIPES}
-    runs = {recipe: Run() for recipe in RECIPES}
+    models: dict[str, Model] = {recipe: Model(config, recipe, xp) for recipe in RECIPES}
+    runs: dict[str, Run] = {recipe: Run() for recipe in RECIPES}
     bar = tqdm(batches(text, config), total=config.steps, unit="step", dynamic_ncols=True)
     for step, (contexts, targets) in enumerate(bar):
         contexts, targets = xp.asarray(contexts), xp.asarray(targets)
