@@ -254,10 +254,10 @@ class PermutationPlan(Record):
     def _part(self, name: str) -> Array:
         kind = type(self.data)
         # not for a framework's arrays, as a compiler would trace the cache, nor for its symbols
-        cached = kind in (DeviceArray, np.ndarray) and type(self.num_tokens) is int
+        sizes = self.num_tokens, self.num_experts, self.max_experts_per_token
+        cached = kind in (DeviceArray, np.ndarray) and all(type(size) is int for size in sizes)
         layout = cached_plan_layout if cached else plan_layout
-        sizes = self.num_tokens, self.num_experts, self.max_experts_per_token, self.has_slots
-        start, shape = layout(*sizes)[1][name]
+        start, shape = layout(*sizes, self.has_slots)[1][name]
         if kind in (DeviceArray, ArraySpec):
             return self.data.part(start, shape)
         return self.data[start : start + math.prod(shape)].reshape(shape)

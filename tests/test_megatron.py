@@ -216,7 +216,7 @@ if device == "cpu":  # the router asks for it by name
 torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{port}")
 from megatron.core import parallel_state
 parallel_state.initialize_model_parallel()
-from fp8moe.adapters import megatron
+from fp8moe import megatron
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig

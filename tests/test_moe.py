@@ -858,3 +858,72 @@ def test_a_backward_refuses_tensors_that_its_forward_did_not_save(recipe):
         for other in plans:
             with pytest.raises((TypeError, ValueError), match=r"\bplan\b"):
                 backward(replace(record, plan=other))
+
+
+def _altered(recompute="moe_expert", recipe="fp8_flow"):
+    x, w13, w2 = (
+        RNG.standard_normal(shape).astype(BF16) for shape in ((4, 128), (2, 256, 128), (2, 128, 128))
+    )
+    ids, probs = np.zeros((4, 1), np.int32), np.ones((4, 1), np.float32)
+    options = {"recipe": recipe, "recompute": recompute}
+    return *fp8moe.moe_forward(x, w13, w2, ids, probs, **options), w13
+
+
+@pytest.mark.parametrize("rows", [128, 512])
+def test_saved_codes_of_another_shape_than_the_transposed_ones_are_refused(rows):
+    y, saved, _ = _altered()
+    other = fp8moe.quantize_weights(np.ones((2, rows, 128), BF16)).rowwise
+    saved = replace(saved, w13=Quantized(other, saved.w13.columnwise))
+    with pytest.raises(ValueError, match=r"saved\.w13\.rowwise: got shape"):
+        fp8moe.moe_backward(saved, y)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_accumulators_are_checked_without_saved_w2(recipe):
+    """The gradient of w2 does not need w2; what it is added to must have its shape."""
+    y, saved, _ = _altered(None, recipe)
+    saved = replace(saved, w2=None)
+    for out, error in (
+        (np.zeros((3, 128, 128), np.float32), ValueError),
+        (np.zeros((2, 128, 128), int), TypeError),
+    ):
+        with pytest.raises(error, match="dw2: got"):
+            fp8moe.moe_backward(saved, y, dw2=out, gradients=("dw2",))
+
+
+def test_saved_weights_of_two_dtypes_are_refused():
+    y, saved, _ = _altered(None, "bf16")
+    with pytest.raises(TypeError, match=r"saved\.w2: got dtype float16"):
+        fp8moe.moe_backward(replace(saved, w2=saved.w2.astype(np.float16)), y)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_tokens": 128}, {"num_tokens": 384}, {"tokens_per_expert": np.array([100], np.int32)}]
+)
+def test_saved_places_that_do_not_fit_are_refused(change):
+    rows, w13, w2 = (RNG.standard_normal(s).astype(BF16) for s in ((256, 128), (2, 256, 128), (2, 128, 128)))
+    counts, probs = np.array([128, 128], np.int32), np.ones(256, np.float32)
+    align = {"align_size": 1 if "tokens_per_expert" in change else 128}
+    y, saved = fp8moe.moe_forward_permuted(rows, w13, w2, counts, probs, recipe="fp8_flow", **align)
+    saved = replace(saved, plan=replace(saved.plan, **change))
+    with pytest.raises(ValueError, match=r"saved\.plan\."):
+        fp8moe.moe_backward(saved, y[: change.get("num_tokens", 256)])
+
+
+def test_a_backward_without_w13s_gradient_takes_any_scales_of_x():
+    """Only the transpose of x needs powers of two; with recompute and a frozen w13 nothing transposes it."""
+    rows, w13, w2 = (RNG.standard_normal(s).astype(BF16) for s in ((256, 128), (2, 256, 128), (2, 128, 128)))
+    counts, probs = np.array([128, 128], np.int32), np.ones(256, np.float32)
+    options = {"recipe": "fp8_flow", "recompute": "moe_expert", "gradients": ("dx", "dprobs")}
+    x = fp8moe.quantize(rows, pow2=False)
+    y, saved = fp8moe.moe_forward_permuted(x, w13, w2, counts, probs, align_size=128, **options)
+    assert fp8moe.moe_backward(saved, y, gradients=("dx", "dprobs")).dx.shape == (256, 128)
+
+
+def test_recompute_without_what_it_reads_is_refused():
+    y, saved, _ = _altered()
+    with pytest.raises(TypeError, match=r"saved\.x: got None"):
+        fp8moe.moe_backward(replace(saved, x=None), y)
+    without = replace(saved.w13, rowwise=None)
+    with pytest.raises(TypeError, match=r"saved\.w13\.rowwise: got None"):
+        fp8moe.moe_backward(replace(saved, w13=without), y)

@@ -1,6 +1,8 @@
 """Weights that change: after every kind of write the layer is bitwise equal to a new layer with the same
 weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
 
+import contextlib
+import copy
 import gc
 import os
 import re
@@ -1123,3 +1125,56 @@ def test_a_planner_refuses_the_codes_of_a_distributed_checkpoint(tmp_path):
     dcp.save({"model": halves}, checkpoint_id=str(tmp_path / "values"), no_dist=True)
     dcp.load({"model": layer}, checkpoint_id=str(tmp_path / "values"), planner=LoadPlanner(), no_dist=True)
     assert all(torch.equal(value, halves[n].float()) for n, value in layer.state_dict().items())
+
+
+# ---------------------------------------------------------------- copies of a layer
+
+
+class _Identity(torch.nn.Module):
+    def forward(self, w):
+        return w * 1.0
+
+
+class _WithItsOwnDeepcopy(FP8FlowMoE):
+    def __deepcopy__(self, memo):
+        new = self.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
+
+@pytest.mark.parametrize("way", ["parametrized", "subclass", "replica", "subclass within a context"])
+def test_a_copy_of_a_layer_multiplies_its_own_weights(way):
+    """Also where it takes over all attributes, the state of the FP8 copies among them."""
+    layer = (_WithItsOwnDeepcopy if "subclass" in way else FP8FlowMoE)(64, 128, num_experts=4, topk=2)
+    x, names, context = torch.randn(8, 64), ("w13", "w2"), contextlib.nullcontext()
+    if way == "parametrized":
+        for name in names:
+            torch.nn.utils.parametrize.register_parametrization(layer, name, _Identity())
+        context = torch.nn.utils.parametrize.cached()
+    if way == "replica":  # of nn.DataParallel
+        layer.quantize_weights()
+        new = layer._replicate_for_data_parallel()
+        new.w13, new.w2, new._modules = 2 * layer.w13.detach(), 2 * layer.w2.detach(), dict(layer._modules)
+    else:
+        with weights_unchanged(layer) if "context" in way else contextlib.nullcontext():
+            new = copy.deepcopy(layer)
+        with torch.no_grad():
+            for name in names:
+                w = (
+                    getattr(new.parametrizations, name).original
+                    if way == "parametrized"
+                    else getattr(new, name)
+                )
+                w.mul_(2)
+    fresh = FP8FlowMoE(64, 128, num_experts=4, topk=2)
+    with torch.no_grad():
+        fresh.router.load_state_dict(layer.router.state_dict())
+        fresh.w13.copy_(2 * layer.w13), fresh.w2.copy_(2 * layer.w2)
+        wanted = fresh(x)
+        assert torch.equal(new(x), wanted)
+        if way != "replica":
+            with context, weights_unchanged(new):
+                assert torch.equal(new(x), wanted)
+    if way == "parametrized":
+        assert int(new._handle) != int(layer._handle)

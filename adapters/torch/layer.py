@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,13 @@ from fp8moe.adapters.torch.sharding import (
     shard_of,
 )
 from fp8moe.adapters.torch.stats import Collector, LayerStats
-from fp8moe.adapters.torch.weights import FP8Weights, is_capturing, is_freed, weights_unchanged
+from fp8moe.adapters.torch.weights import (
+    FP8Weights,
+    is_capturing,
+    is_freed,
+    weights_of,
+    weights_unchanged,
+)
 from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS, Recipe, RecipeName
@@ -309,7 +316,7 @@ class FP8FlowMoE(nn.Module):
                 "shape; make a layer with this activation"
             )
         if options.recipe != self._options.recipe:
-            self._fp8_weights.release()
+            weights_of(self).release()
         self._options = options
 
     def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
@@ -471,12 +478,12 @@ class FP8FlowMoE(nn.Module):
             For sharded weights (fully_shard).
         """
         if self._options.precision.quantizes:
-            self._fp8_weights.quantize()
+            weights_of(self).quantize()
 
     @property
     def fp8_weight_nbytes(self) -> int:
         """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none."""
-        copies = self._fp8_weights.copies
+        copies = weights_of(self).copies
         return 0 if copies is None else sum(t.nbytes for t in copies.tensors)
 
     def stats(self) -> LayerStats:
@@ -552,6 +559,19 @@ class FP8FlowMoE(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._own_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FP8FlowMoE:
+        # parametrized modules refuse __getstate__, and torch's own way to copy them takes over all attributes
+        new = memo[id(self)] = self.__new__(type(self))
+        own = ("_fp8_weights", "_collector", "_handle")
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        vars(new).update(copy.deepcopy(state, memo), _collector=Collector())
+        new._own_state()
+        return new
+
+    def _own_state(self) -> None:
+        """What a copy of the layer does not share with it."""
         self._handle = handle_of(self)
         self._fp8_weights = FP8Weights(self, ("w13", "w2"), self._ranks.mesh)
 
@@ -579,11 +599,11 @@ class FP8FlowMoE(nn.Module):
         if options.precision.quantizes:
             if not torch.compiler.is_compiling():
                 recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
-                codes = self._fp8_weights.of_forward(own, options.activation, recording, first)
+                codes = weights_of(self).of_forward(own, options.activation, recording, first)
             elif self._collect_stats:
                 raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
             else:
-                codes = self._fp8_weights.of_compiled_forward(own, options.activation, first)
+                codes = weights_of(self).of_compiled_forward(own, options.activation, first)
             collector = self._collector if self._collect_stats else None
             ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
         operands = Operands(own, codes, ffn, weights)
@@ -644,5 +664,5 @@ def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any
         if prefix + name in state:
             shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
             state[prefix + name] = shard
-            if (copies := layer._fp8_weights.copies) is not None:  # fully_shard gathers them without a trace
+            if (copies := weights_of(layer).copies) is not None:  # fully_shard gathers them without a trace
                 copies.overwritten = "load_state_dict()"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -46,11 +47,17 @@ class FP8Weights:
         self.names, self.mesh = names, mesh
         self.kept: Copies | None = None
         self.declared: dict[int, Declared] = {}
-        self._module = weakref.ref(module)
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
 
     @property
     def module(self) -> Any:
         return self._module()
+
+    def __deepcopy__(self, memo: Any) -> FP8Weights:
+        """Of no module and without copies: `weights_of` replaces it."""
+        new = object.__new__(FP8Weights)
+        new.names, new.mesh, new.kept, new.declared, new._module = self.names, self.mesh, None, {}, _no_module
+        return new
 
     @property
     def copies(self) -> Copies | None:
@@ -191,6 +198,20 @@ class FP8Weights:
             declared.copies = None
 
 
+def _no_module() -> None:
+    return None
+
+
+def weights_of(module: Any) -> FP8Weights:
+    """The state of a module that has one. Where the module is a copy that has taken over the attributes of
+    another one, as those of nn.DataParallel and of subclasses with a ``__deepcopy__`` of their own do, it
+    gets a state of its own: that of the other one has the other's weights."""
+    weights: FP8Weights = vars(module)["_fp8_weights"]
+    if not torch.compiler.is_compiling() and weights.module is not module:
+        weights = module._fp8_weights = FP8Weights(module, weights.names, weights.mesh)
+    return weights
+
+
 def _quantized(own: Any, activation: Activation, target: list[Quantized] | None = None) -> list[Quantized]:
     # not inference tensors, because a backward could not use them
     with torch.inference_mode(False), torch.no_grad():
@@ -315,9 +336,10 @@ class _Unchanged(Scope):
 
     def enter(self, opening: weakref.ref[Opening]) -> None:
         for module in self.model.modules():
-            weights = getattr(module, "_fp8_weights", None)
-            if isinstance(weights, FP8Weights) and weights.module._options.precision.quantizes:
-                weights.declare(opening)
+            if "_fp8_weights" not in vars(module):  # not getattr: wrappers hand on attributes
+                continue
+            if module._options.precision.quantizes:  # type: ignore[union-attr]
+                weights_of(module).declare(opening)
 
 
 def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:

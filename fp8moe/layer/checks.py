@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from fp8moe.expert_parallel.protocols import check_comm
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.layer.options import LayerOptions
@@ -31,6 +33,7 @@ def check_gradients(gradients: Any) -> None:
 def check_layer(options: LayerOptions, gradients: Collection[str], **arrays: Any) -> None:
     call = enter(**arrays)
     a = call.args
+    _check_codes("x", a.x, options.precision)  # of another rank
     _check_rows_and_weights(options, a)
     checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
@@ -57,15 +60,9 @@ def check_before_sending(
 def check_permuted(options: LayerOptions, align_size: int, gradients: Collection[str], **arrays: Any) -> None:
     call, recipe = enter(**arrays), options.precision
     a = call.args
-    if isinstance(a.x, QuantTensor):
-        if not recipe.quantizes:
-            raise TypeError(
-                f'x: got a QuantTensor with recipe "{recipe.name}"; wanted an array; pass '
-                "fp8moe.dequantize(x)"
-            )
-        checks.quant_tensor("x", a.x, ((1, 128),))
-        if recipe.scaling_aware and "dw13" in gradients:  # which transposes x
-            checks.powers_of_two(call, "x", a.x)
+    _check_codes("x", a.x, recipe)
+    if isinstance(a.x, QuantTensor) and recipe.scaling_aware and "dw13" in gradients:  # which transposes x
+        checks.powers_of_two(call, "x", a.x)
     experts = _check_rows_and_weights(options, a)
     checks.dtype("tokens_per_expert", a.tokens_per_expert, checks.INTEGERS)
     checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
@@ -78,6 +75,17 @@ def check_permuted(options: LayerOptions, align_size: int, gradients: Collection
             f"recipe {recipe.name!r}"
         )
     _check_backend_of(call, options, gradients)
+
+
+def _check_codes(name: str, x: Any, recipe: Recipe) -> None:
+    """Check rows that are quantised already."""
+    if isinstance(x, QuantTensor):
+        if not recipe.quantizes:
+            raise TypeError(
+                f'{name}: got a QuantTensor with recipe "{recipe.name}"; wanted an array; pass '
+                f"fp8moe.dequantize({name})"
+            )
+        checks.quant_tensor(name, x, ((1, 128),))
 
 
 def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
@@ -235,6 +243,8 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted the second result of moe_forward")
     check_fields("saved", saved, ("probs", "x", "h", "a"))
+    for chunk in saved.later:
+        check_fields("saved.later", chunk, ("probs", "x", "h", "a"))
     for field in ("w13", "w2"):
         weight = getattr(saved, field)
         if weight is None:
@@ -256,7 +266,10 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     requirements = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
     for name, saved_tensor, dependents in requirements:
         missing = [gradient for gradient in gradients if gradient in dependents]
-        if missing and saved_tensor is None and not saved.options.recompute:
+        if saved.options.recompute:  # of x and w13
+            if gradients and name == "x" and saved_tensor is None:
+                raise TypeError("saved.x: got None; wanted the forward's rows, for recompute")
+        elif missing and saved_tensor is None:
             raise ValueError(
                 f"gradients: got {missing[0]!r}, but saved.{name} is None; wanted it in the forward's "
                 "gradients, too"
@@ -278,7 +291,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     return tuple(gradients)
 
 
-def check_saved_tensors(saved: Saved) -> None:
+def check_saved_tensors(saved: Saved, gradients: Collection[str]) -> None:
     """Check the tensors that the forward saved, which `dataclasses.replace` may have altered: no operation of
     the backward checks them again."""
     call, recipe, plan = current.call, saved.options.precision, saved.plan
@@ -286,30 +299,41 @@ def check_saved_tensors(saved: Saved) -> None:
     if saved.w13 is None:  # nothing is computed of the others
         _check_plan(call, "saved", plan, recipe, "E")
         return
-    experts, columns, hidden = _check_weights("saved.w13", saved.w13, recipe, ("E", "N", "H"))
+    dtypes: tuple[Any, ...] = (BFLOAT16,) if recipe.quantizes else checks.FLOATS
+    experts, columns, hidden = _check_weights("saved.w13", saved.w13, recipe, dtypes, ("E", "N", "H"))
+    multiple = saved.options.activation.columns(recipe.ffn_multiple)
+    if columns % multiple:
+        raise ValueError(f"saved.w13: got {columns} rows; wanted a multiple of {multiple}, as the forward's")
+    if saved.options.recompute and gradients and recipe.quantizes and saved.w13.rowwise is None:
+        raise TypeError("saved.w13.rowwise: got None; wanted the forward's codes, for recompute")
     ffn = saved.options.activation.width(columns)
+    if not recipe.quantizes:
+        dtypes = (saved.w13.dtype,)
     if saved.w2 is not None:
-        _check_weights("saved.w2", saved.w2, recipe, (experts, hidden, ffn))
+        _check_weights("saved.w2", saved.w2, recipe, dtypes, (experts, hidden, ffn))
     rows = _check_plan(call, "saved", plan, recipe, experts)
-    dtypes = (BFLOAT16,) if recipe.quantizes else (saved.w13.dtype,)
-    _check_rows(call, "saved.x", saved.x, recipe, dtypes, (_rows_of_x(plan, recipe), hidden))
+    _check_rows("saved.x", saved.x, recipe, dtypes, (_rows_of_x(plan, recipe), hidden))
+    if saved.x is not None and recipe.scaling_aware and "dw13" in gradients:  # which transposes x
+        checks.powers_of_two(call, "saved.x", saved.x)
     checks.arrays(
         ("saved.h", saved.h, dtypes, (rows, columns)), ("saved.probs", saved.probs, checks.FLOATS, (rows,))
     )
-    _check_rows(call, "saved.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
+    _check_rows("saved.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
 
 
-def _check_weights(name: str, w: Any, recipe: Recipe, wanted: tuple[int | str, ...]) -> tuple[int, int, int]:
-    """Check the weights that a forward saved; returns their shape."""
+def _check_weights(
+    name: str, w: Any, recipe: Recipe, dtypes: tuple[Any, ...], wanted: tuple[int | str, ...]
+) -> tuple[int, int, int]:
+    """Check the weights that a forward saved; returns their shape. dtypes: of those that are no codes."""
     if recipe.quantizes:
         if not isinstance(w, Quantized):
             raise TypeError(f"{name}: got a {type(w).__name__}; wanted the forward's weights")
-        sides = {"columnwise": w.columnwise} if w.rowwise is None else dict(vars(w))
-        for side, q in sides.items():
-            _check_blocks(f"{name}.{side}", q, wanted, transposed=side == "columnwise")
+        _check_blocks(f"{name}.columnwise", w.columnwise, wanted, transposed=True)
+        if w.rowwise is not None:
+            _check_blocks(f"{name}.rowwise", w.rowwise, w.columnwise.shape, transposed=False)
         w = w.columnwise
     else:
-        checks.dtype(name, w, checks.FLOATS)
+        checks.dtype(name, w, dtypes)
         checks.shape(name, w, wanted)
     return w.shape  # type: ignore[no-any-return]
 
@@ -325,7 +349,6 @@ def _check_blocks(name: str, q: Any, wanted: tuple[int | str, ...], *, transpose
 
 
 def _check_rows(
-    call: Call,
     name: str,
     x: Any,
     recipe: Recipe,
@@ -345,8 +368,6 @@ def _check_rows(
     else:
         checks.quant_tensor(name, x, ((1, 128),))
         checks.shape(name, x, wanted)
-        if recipe.scaling_aware:
-            checks.powers_of_two(call, name, x)
 
 
 def _check_plan(call: Call, name: str, plan: Any, recipe: Recipe, experts: int | str) -> int:
@@ -361,16 +382,30 @@ def _check_plan(call: Call, name: str, plan: Any, recipe: Recipe, experts: int |
         checks.plan(call, plan, fills=True)
         if experts not in (plan.num_experts, "E"):
             raise ValueError(f"{name}.plan: got one for {plan.num_experts} experts; wanted {experts}")
-    elif plan.tokens_per_expert is not None:
-        counts = f"{name}.plan.tokens_per_expert"
-        checks.arrays((counts, plan.tokens_per_expert, checks.INTEGERS, (experts,)))
-        values = call.values(plan.tokens_per_expert)
-        if values is not None:
-            checks.counts(counts, values, plan.num_tokens, "the caller")
     align: dict[str, Any] = {"align_size": plan.align_size, "align": "plan.align_size"}
     wanted = experts if isinstance(experts, str) else experts + 1
     checks.offsets(call, f"{name}.plan.expert_offsets", plan.expert_offsets, experts=wanted, **align)
+    if isinstance(plan, PlacedRows):
+        _check_places(call, f"{name}.plan", plan)
     return plan.num_out_tokens  # type: ignore[no-any-return]
+
+
+def _check_places(call: Call, name: str, plan: PlacedRows) -> None:
+    """Check the numbers of placed rows, whose ``expert_offsets`` have been checked."""
+    if plan.tokens_per_expert is None:  # rows that lie where they lay
+        if plan.num_tokens != plan.num_out_tokens:
+            raise ValueError(
+                f"{name}.num_tokens: got {plan.num_tokens}; wanted num_out_tokens, {plan.num_out_tokens}"
+            )
+        return
+    counts, experts = f"{name}.tokens_per_expert", plan.expert_offsets.shape[0] - 1
+    checks.arrays((counts, plan.tokens_per_expert, checks.INTEGERS, (experts,)))
+    checks.int32_offsets(plan.num_tokens, experts, plan.align_size, plan.num_out_tokens)
+    values = call.values(plan.tokens_per_expert)
+    if values is not None:
+        checks.counts(counts, values, plan.num_tokens, "the caller")
+        padded = -(-values.astype(np.int64) // plan.align_size) * plan.align_size
+        checks.room(f"{name}.num_out_tokens", plan.num_out_tokens, int(padded.sum()), counts)
 
 
 def _rows_of_x(plan: PermutationPlan | PlacedRows, recipe: Recipe) -> int:
@@ -411,13 +446,15 @@ def check_backward(
 ) -> None:
     """Check all arguments of `moe_backward`, before anything is sent, or added to dw13 or dw2. An operation,
     so that it runs once per set of shapes. tokens: rows of dy."""
+    check_saved_tensors(saved, gradients)
     check_dy(saved, dy, gradients, tokens)
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
-    quantized = saved.options.precision.quantizes
-    # the column-wise codes are always saved
-    weight_shapes = [
-        None if w is None else tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2)
-    ]
+    weight_shapes: list[tuple[int, ...] | None] = [None, None]
+    if (w13 := saved.w13) is not None:
+        # the column-wise codes are always saved; w2 has no say, as a gradient of w2 alone does not need it
+        of_w13 = tuple((w13.columnwise if saved.options.precision.quantizes else w13).shape)
+        experts, columns, hidden = of_w13
+        weight_shapes = [of_w13, (experts, hidden, saved.options.activation.width(columns))]
     _check_outputs(saved, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
@@ -448,7 +485,9 @@ def _check_operands(operands: SavedForWeights) -> None:
             (right, second, of_rows[1], (getattr(first, "dtype", None),)),
         ):
             transposed = recipe.scaling_aware and name in ("a", "dh")
-            _check_rows(call, f"operands.{name}", x, recipe, dtypes, (count, "K"), transposed=transposed)
+            _check_rows(f"operands.{name}", x, recipe, dtypes, (count, "K"), transposed=transposed)
+            if recipe.scaling_aware and not transposed:  # it is transposed for the gradient
+                checks.powers_of_two(call, f"operands.{name}", x)
 
 
 def _check_outputs(
@@ -493,7 +532,7 @@ def _check_outputs(
             continue
         checks.dtype(name, out, checks.FLOATS)
         checks.shape(name, out, shape)
-        checks.writable(name, out, **arrays)
+        checks.writable(name, out, **arrays, plan=saved.plan)
         arrays[name] = out
 
 

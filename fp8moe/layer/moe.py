@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -472,7 +473,6 @@ def experts_backward(
     ffn: int | None = None,
 ) -> MoEGrads:
     """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
-    check_saved_tensors(saved)
     check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
     dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
@@ -484,7 +484,7 @@ def experts_backward_input(
     saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
 ) -> tuple[Any, Any, SavedForWeights]:
     """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
-    check_saved_tensors(saved)
+    check_saved_tensors(saved, gradients)
     check_dy(saved, dy, gradients, saved.num_tokens)
     return _backward_input(saved, dy, gradients)
 
@@ -753,8 +753,10 @@ def moe_backward_weight(
             f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
         )
     check_fields("operands", operands, ("dy", "a", "dh", "x"))
-    for pair in (("dy", "a"), ("dh", "x")):
-        missing = [name for name in pair if getattr(operands, name) is None]
+    for chunk in operands.later:
+        check_fields("operands.later", chunk, ("dy", "a", "dh", "x"))
+    for chunk, pair in itertools.product((operands, *operands.later), (("dy", "a"), ("dh", "x"))):
+        missing = [name for name in pair if getattr(chunk, name) is None]
         if len(missing) == 1:
             raise ValueError(
                 f"operands.{missing[0]}: got None; wanted it with {' and '.join(pair)}, or neither"

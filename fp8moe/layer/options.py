@@ -42,6 +42,13 @@ class LayerFields:
     num_sms: int | None = None
     """Maximum number of multiprocessors that each GEMM may use; None: all."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).__dataclass_fields__:
+            raise AttributeError(
+                f"{name}: got {value!r}; wanted one of {', '.join(type(self).__dataclass_fields__)}"
+            )
+        super().__setattr__(name, value)
+
 
 @dataclass(frozen=True)
 class LayerOptions(Options):

@@ -272,7 +272,8 @@ def quant_spec(
     transposed: bool = False,
 ) -> QuantTensor:
     """Shapes of a QuantTensor of logical shape ``shape``; ``scale_rows`` where there are several experts."""
-    make = _cached_spec if _SIZES.issuperset(map(type, shape)) else _quant_spec
+    sizes = shape if scale_rows is None else (*shape, scale_rows)
+    make = _cached_spec if _SIZES.issuperset(map(type, sizes)) else _quant_spec
     return make(shape, fmt, block, layout, scale_rows, transposed)
 
 
