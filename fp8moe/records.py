@@ -255,7 +255,7 @@ class PermutationPlan(Record):
         kind = type(self.data)
         # not for a framework's arrays, as a compiler would trace the cache, nor for its symbols
         sizes = self.num_tokens, self.num_experts, self.max_experts_per_token
-        cached = kind in (DeviceArray, np.ndarray) and all(type(size) is int for size in sizes)
+        cached = kind in (DeviceArray, np.ndarray) and [*map(type, sizes)] == [int, int, int]
         layout = cached_plan_layout if cached else plan_layout
         start, shape = layout(*sizes, self.has_slots)[1][name]
         if kind in (DeviceArray, ArraySpec):
