@@ -57,16 +57,14 @@ def report() -> str:
         lines.append(f"  kernels_cuda  {_try(_require_device)}")
         lines += _products()
     lines += ["", "doors"]
-    for door, (package, fix) in DOORS.items():
-        if importlib.util.find_spec(package) is None:
-            lines.append(f"  fp8moe.{door:27} not working: {package} is missing; {fix}")
-        else:
-            lines.append(f"  fp8moe.{door:27} {_try(partial(_load_door, door, fix))}")
-    for package, fix in OPTIONAL.items():
-        if importlib.util.find_spec(package) is None:
-            lines.append(f"  {package:34} not working: {package} is missing; {fix}")
-        else:
-            lines.append(f"  {package:34} {_try(partial(importlib.import_module, package))}")
+    entries: list[tuple[str, str, str, Callable[[], object]]] = [
+        *((f"fp8moe.{d}", package, fix, partial(_load_door, d, fix)) for d, (package, fix) in DOORS.items()),
+        *((p, p, fix, partial(importlib.import_module, p)) for p, fix in OPTIONAL.items()),
+    ]
+    for name, package, fix, load in entries:
+        is_there = importlib.util.find_spec(package) is not None
+        state = _try(load) if is_there else f"not working: {package} is missing; {fix}"
+        lines.append(f"  {name:34} {state}")
     return "\n".join(lines)
 
 

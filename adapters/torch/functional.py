@@ -322,7 +322,7 @@ def apply_experts(
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
     if not align_size:
         for name, t in (("topk_ids", ids), ("topk_probs", probs)):
-            if t.dim() < 2:
+            if t.dim() < 2 or (t.dim() > 2 and x.dim() == 2):
                 checks.shape(name, t, (rows.shape[0], "k"))
             if t.dim() > 2 and t.shape[:-1] != x.shape[:-1]:  # for [T, k] the layer checks T
                 wanted = ", ".join(map(str, (*x.shape[:-1], "k")))

@@ -83,6 +83,12 @@ def _fixed(name: str, doc: str) -> Any:
     return property(read, write, doc=doc)
 
 
+def _without_own_state(attributes: dict[str, Any]) -> dict[str, Any]:
+    """A layer's attributes but those of `FP8FlowMoE._own_state`."""
+    own = ("_handle", "_collector", "_fp8_weights")
+    return {name: value for name, value in attributes.items() if name not in own}
+
+
 def _check_width(recipe: Recipe, ffn: int) -> None:
     if recipe.quantizes and not recipe.gradient_in_parts and ffn % FP8_BLOCK[1]:
         raise ValueError(
@@ -265,11 +271,9 @@ class FP8FlowMoE(nn.Module):
         self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
         self.w2 = self._weight(num_experts, hidden, ffn, **options)
         self.register_load_state_dict_pre_hook(_shards_given)
-        self._fp8_weights = FP8Weights(self, ("w13", "w2"), ranks.mesh)
+        self._own_state()
         self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
-        self._handle = handle_of(self)
         self._collect_stats = False
-        self._collector = Collector()
         if type(self).reset_parameters is FP8FlowMoE.reset_parameters:
             self._reset_experts()  # the router has drawn its numbers, as there before those of the experts
         else:
@@ -552,10 +556,7 @@ class FP8FlowMoE(nn.Module):
         return f"{sizes}, {options}, {self._ranks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # copies of the layer do not share its FP8 weights
-        state = {**super().__getstate__(), "_collector": Collector()}
-        del state["_fp8_weights"]
-        return state
+        return _without_own_state(super().__getstate__())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -564,15 +565,13 @@ class FP8FlowMoE(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8FlowMoE:
         # parametrized modules refuse __getstate__, and torch's own way to copy them takes over all attributes
         new = memo[id(self)] = self.__new__(type(self))
-        own = ("_fp8_weights", "_collector", "_handle")
-        state = {name: value for name, value in vars(self).items() if name not in own}
-        vars(new).update(copy.deepcopy(state, memo), _collector=Collector())
+        vars(new).update(copy.deepcopy(_without_own_state(vars(self)), memo))
         new._own_state()
         return new
 
     def _own_state(self) -> None:
-        """What a copy of the layer does not share with it."""
-        self._handle = handle_of(self)
+        """What a copy of the layer makes anew: its number, FP8 weights and statistics."""
+        self._handle, self._collector = handle_of(self), Collector()
         self._fp8_weights = FP8Weights(self, ("w13", "w2"), self._ranks.mesh)
 
     def _announced(self) -> dict[str, Any] | None:

@@ -1,12 +1,13 @@
 """Chunk orders and ragged all-to-all sizes, with the conventions of Transformer Engine's JAX functions.
 
 ``xp`` is the arrays' module, ``numpy`` or ``jax.numpy``; the functions can be traced, as none reads a value.
-Example: two shards with two experts each; tokens of each shard for the four experts [[2, 0, 1, 3], [1, 1, 0,
-2]]:
+Example: two shards with two experts each, whose tokens for the four experts are
 
-    shard 0 sends 2 rows to itself and 4 to shard 1; shard 1 sends 2 rows to shard 0 and 2 to itself shard 1
-    receives, by source shard, chunks of 1, 3 | 0, 2 rows for its experts 2 and 3 sorted by expert these are
-    chunks 0, 2, 1, 3 with 1, 0 | 3, 2 rows; the inverse order is 0, 2, 1, 3
+    [[2, 0, 1, 3], [1, 1, 0, 2]]
+
+- Shard 0 sends 2 rows to itself and 4 to shard 1; shard 1 sends 2 rows to shard 0 and 2 to itself.
+- Shard 1 receives, by source shard, chunks of 1, 3 | 0, 2 rows for its experts 2 and 3.
+- Sorted by expert these are the chunks 0, 2, 1, 3, with 1, 0 | 3, 2 rows; the inverse order is 0, 2, 1, 3.
 """
 
 from __future__ import annotations
