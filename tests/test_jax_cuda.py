@@ -304,7 +304,7 @@ def test_dropped_programs_release_their_scratch_memory(put):
         np.testing.assert_array_equal(np.asarray(kept(x)), wanted)
     alive = {id(plan()) for plan in plans if plan() is not None}
     own = [s.kept["described"].memory for s in jax_ffi.live_sites() if "described" in s.kept]
-    assert alive == {id(plan) for layout in own for plan in layout.plans.values()}
+    assert alive == {id(plan) for layout in own for plan in layout.devices.values()}
     del kept
     assert called_is(before)
 
