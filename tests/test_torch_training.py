@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8moe
 import fp8moe.torch
+from fp8moe.adapters.torch import grouped
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.arguments import Options, Targets
 from fp8moe.adapters.torch.layer import FP8FlowMoE
@@ -302,7 +303,10 @@ def test_bf16_weights_changed_before_the_backward_raise(recompute):
 # ---------------------------------------------------------------- recomputation in bf16
 
 
-def test_bf16_with_recompute(device):
+@pytest.mark.parametrize("gemm", ["torch's", "ours"])
+def test_bf16_with_recompute(gemm, device, monkeypatch):
+    if gemm == "ours":  # as on Hopper
+        monkeypatch.setattr(grouped, "on_hopper", lambda x: True)
     plain, layer, x = module("bf16", device), module("bf16", device, recompute="moe_expert"), tokens(device)
     assert_equal(results(layer, layer, x), results(plain, plain, x))
     assert_equal(results(compiled(layer), layer, x), results(plain, plain, x))
@@ -907,7 +911,7 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
     formats = "" if recipe == "bf16" else "e4m3,e4m3"
     gradients = "dx,dprobs,dw13,dw2", False, False, False, False, formats
-    every = Options(LayerOptions(recipe, recompute), 0, None, False, *gradients)
+    every = Options(LayerOptions(fp8moe.Activation(), recipe, recompute), 0, None, False, *gradients)
     for options in (every, every._replace(gradients="dx,dprobs"), every._replace(gradients="")):
         arguments = forward.flatten((x, gemm_weights, ids, probs, options))
         torch.library.opcheck(forward.op, arguments, test_utils=tests)

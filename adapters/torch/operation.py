@@ -290,10 +290,11 @@ def check_tensor(name: str, x: Any, *, may_be_sharded: bool = False) -> None:
         )
     if x.is_nested:
         raise nested(name)
+    if torch.compiler.is_dynamo_compiling():
+        return  # Dynamo itself refuses sparse tensors, and in a backward any look at a layout
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: got layout {x.layout}; wanted a strided tensor; pass {name}.to_dense()")
-    plain = type(x) in _PLAIN and x.layout is torch.strided and not x.is_meta
-    if plain and not torch.compiler.is_compiling():
+    if type(x) in _PLAIN and not x.is_meta and not torch.compiler.is_compiling():
         try:
             check_memory(name, x)  # before torch converts or copies it
         except RuntimeError:  # nested tensors, and tensors of torch.func, have no storage
