@@ -96,7 +96,7 @@ def enable(
     torch.Size([1, 5, 128])
     """
     # the activation is each module's
-    how = LayerOptions(recipe, activation=SWIGLU, **options)
+    how = LayerOptions(SWIGLU, recipe, **options)
     registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
     if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
         raise ValueError(

@@ -17,7 +17,7 @@ from jax_cases import E, H, K, T, jax, jax_ops, jnp
 
 import fp8moe
 from fp8moe.adapters.jax import layer as jax_layer
-from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.options import LayerFields
 
 HERE = Path(__file__).parent
 FP8 = ("fp8_flow", "fp8_blockwise")
@@ -380,7 +380,7 @@ def test_default_recipe():
     wanted = jax_layer.moe_experts(*arrays, recipe="fp8_flow")
     np.testing.assert_array_equal(jax_layer.moe_experts(*arrays), wanted)
     for core in (fp8moe.moe_forward, fp8moe.moe_forward_permuted):
-        assert inspect.signature(core).parameters["recipe"].default == LayerOptions().recipe == "fp8_flow"
+        assert inspect.signature(core).parameters["recipe"].default == LayerFields().recipe == "fp8_flow"
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])

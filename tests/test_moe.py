@@ -630,7 +630,7 @@ def test_arguments_are_the_options():
     hints = typing.get_type_hints(LayerOptions)
     assert hints.pop("activation") is Activation
     assert typing.get_type_hints(LayerArguments) == typing.get_type_hints(LayerFields) == hints
-    assert LayerOptions(**vars(LayerFields())) == LayerOptions()
+    assert LayerOptions(SWIGLU, **vars(LayerFields())) == LayerOptions(SWIGLU)
     assert typing.get_args(RecipeName) == tuple(RECIPES)
     assert all(name == recipe.name for name, recipe in RECIPES.items())
 

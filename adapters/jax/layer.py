@@ -126,7 +126,7 @@ def moe_experts(
     >>> layer(x, w13, w2, ids, probs).tolist()
     [[100.0]]
     """
-    how = LayerOptions(activation=activation, **options)
+    how = LayerOptions(activation, **options)
     layer = _Layer(how, checks.flag("transposed", transposed), axis_name, capacity, num_out_tokens)
     if not isinstance(token_sharding, (jax.sharding.NamedSharding, type(None))):
         raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")

@@ -94,7 +94,7 @@ def refused_with(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
 def _options_of(recompute: str | None, given: Any) -> LayerOptions:
     """Options for the arguments of a layer. Raises TypeError for ones that its config says: what the backward
     recomputes, and the activation, which is set later."""
-    return LayerOptions(recompute=recompute, activation=SWIGLU, **given)
+    return LayerOptions(SWIGLU, recompute=recompute, **given)
 
 
 def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, ...]]) -> None:

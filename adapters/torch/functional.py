@@ -142,7 +142,7 @@ def moe_experts(
     (100.0, 200.0)
     """
     operands = x, w13, w2, topk_ids, topk_probs, bias13, bias2, fp8_weights
-    options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
     return _checked("moe_experts", *operands, options, comm=comm)
 
 
@@ -230,7 +230,7 @@ def moe_experts_permuted(
         )
     checks.integer("align_size", align_size, 1)
     operands = x, w13, w2, tokens_per_expert, probs, bias13, bias2, fp8_weights
-    options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
     return _checked("moe_experts_permuted", *operands, options, align_size=align_size)
 
 

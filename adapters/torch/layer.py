@@ -232,7 +232,7 @@ class FP8FlowMoE(nn.Module):
         dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
-        self._options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+        self._options = LayerOptions(activation, recipe, recompute, backend, num_sms)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
         _check_width(self._options.precision, ffn)
         num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)

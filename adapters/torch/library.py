@@ -125,12 +125,11 @@ _known_activation = functools.lru_cache(Activation)  # checks its fields
 
 def _layer_arguments(options: LayerOptions) -> list[Any]:
     activation = _activation_arguments(options.activation)
-    return [options.recipe, options.recompute, *activation, options.backend, options.num_sms]
+    return [*activation, options.recipe, options.recompute, options.backend, options.num_sms]
 
 
-def _layer_options(recipe: str, recompute: str | None, *rest: Any) -> LayerOptions:
-    *activation, backend, num_sms = rest
-    return _known_layer_options(recipe, recompute, _activation(*activation), backend, num_sms)
+def _layer_options(kind: str, clamp: float | None, alpha: float, offset: float, *others: Any) -> LayerOptions:
+    return _known_layer_options(_activation(kind, clamp, alpha, offset), *others)
 
 
 _known_layer_options: Any = functools.lru_cache(LayerOptions)
@@ -167,8 +166,8 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
         functools.lru_cache(RouterConfig),
     ),
     LayerOptions: (
-        "str {}_recipe, str? {}_recompute, str {}_kind, float? {}_clamp, float {}_alpha, "
-        "float {}_linear_offset, str? {}_backend, int? {}_num_sms",
+        "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset, str {}_recipe, "
+        "str? {}_recompute, str? {}_backend, int? {}_num_sms",
         _layer_arguments,
         _layer_options,
     ),

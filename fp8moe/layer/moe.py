@@ -193,7 +193,7 @@ def moe_forward(
     >>> y.tolist()
     [[100.0]]
     """
-    options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
     return forward(x, w13, w2, topk_ids, topk_probs, options, comm=comm, gradients=gradients)
 
 
@@ -372,7 +372,7 @@ def moe_forward_permuted(
     >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
     [[100.0], [200.0]]
     """
-    options = LayerOptions(recipe, recompute, activation, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
     arrays = x, w13, w2, tokens_per_expert, probs
     return forward_permuted(*arrays, options, align_size=align_size, gradients=gradients)
 

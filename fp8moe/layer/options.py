@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from fp8moe.activation import SWIGLU, Activation
+from fp8moe.activation import Activation
 from fp8moe.layer.recipes import RECIPES, Recipe, RecipeName
 from fp8moe.ops.grouped_gemm import BACKENDS, check_limit
 from fp8moe.records import Options
@@ -58,9 +58,9 @@ class LayerOptions(Options):
     or ValueError for other values; limits of a device are checked where the GEMMs run.
     """
 
+    activation: Activation  # Dynamo of torch 2.11 takes no record as the default of a field
     recipe: RecipeName = "fp8_flow"
     recompute: str | None = None
-    activation: Activation = SWIGLU
     backend: str | None = None
     num_sms: int | None = None
 
