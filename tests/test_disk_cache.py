@@ -15,7 +15,7 @@ import pytest
 from cases import generator
 
 from fp8moe.kernels_cuda.runtime import compiler
-from fp8moe.reference import numerics
+from fp8moe.runtime import loops
 from fp8moe.runtime.disk_cache import make_folder, read_entry
 
 RNG = generator()
@@ -31,8 +31,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(folder))
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
     monkeypatch.setattr(compiler, "_warned", False)
-    monkeypatch.setattr(numerics, "_warned_of_cache", False)
-    monkeypatch.setattr(numerics, "_passed_over", {})
+    monkeypatch.setattr(loops, "_warned_of_cache", False)
+    monkeypatch.setattr(loops, "_passed_over", {})
     return folder
 
 
@@ -176,7 +176,7 @@ def twice(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
 
     def compile():
-        loop = numerics.compiled(module.twice)
+        loop = loops.compiled(module.twice)
         assert (loop(3), loop(1.5)) == (6, 3.0)
         return sum(loop.stats.cache_hits.values())
 
@@ -245,8 +245,8 @@ def test_no_loop_is_unpickled_that_another_user_can_have_written(
         monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder if where == "user-wide" else tmp_path / "nowhere"))
     if where == "user-wide":
-        only = [c for c in numerics._Implementation._locator_classes if "UserWide" in c.__name__]
-        monkeypatch.setattr(numerics._Implementation, "_locator_classes", only)
+        only = [c for c in loops._Implementation._locator_classes if "UserWide" in c.__name__]
+        monkeypatch.setattr(loops._Implementation, "_locator_classes", only)
     assert twice() == 0
     entries = [*tmp_path.rglob("*.nbc")]
     for entry in entries:
@@ -259,7 +259,7 @@ def test_no_loop_is_unpickled_that_another_user_can_have_written(
     for entry in entries:
         content = pickle.dumps(Code(str(marker)))
         entry.write_bytes(hashlib.sha256(content).digest() + content)
-    monkeypatch.setattr(numerics, "_warned_of_cache", False)
+    monkeypatch.setattr(loops, "_warned_of_cache", False)
     place = {"the folder": entries[0].parent, "above it": entries[0].parent.parent}.get(change)
     for changed in [place] if place else entries:
         changed.chmod(0o777)

@@ -65,7 +65,7 @@ def test_library_imports_no_framework(path):
 def test_reference_imports_only_records(path):
     modules = {n for n in imports_of(path) if below(n, "fp8moe")}
     records = "fp8moe.activation", "fp8moe.records", "fp8moe.formats"
-    allowed = ("fp8moe.reference", "fp8moe.runtime.disk_cache", "fp8moe.runtime.workers", *records)
+    allowed = ("fp8moe.reference", "fp8moe.runtime.loops", "fp8moe.runtime.workers", *records)
     assert all(below(n, *allowed) for n in modules), modules
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from fp8moe.reference.numerics import accumulator_of, compiled, split_rows, widen
+from fp8moe.reference.numerics import accumulator_of, split_rows, widen
+from fp8moe.runtime.loops import compiled
 
 
 def add_biases(

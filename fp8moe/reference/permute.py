@@ -16,12 +16,12 @@ from fp8moe.reference.layout import compact_scratch, to_layout
 from fp8moe.reference.numerics import (
     DECODE,
     accumulator_of,
-    compiled,
     decode_scales,
     quietly,
     split_rows,
     widen,
 )
+from fp8moe.runtime.loops import compiled
 
 # ---------------------------------------------------------------- gathers
 

@@ -29,7 +29,6 @@ from fp8moe.formats import (
 from fp8moe.records import Quantized, QuantTensor
 from fp8moe.reference.layout import compact_scratch, to_layout
 from fp8moe.reference.numerics import (
-    compiled,
     decode_blocks,
     decode_scales,
     encode,
@@ -38,6 +37,7 @@ from fp8moe.reference.numerics import (
     to_f32,
     transpose_into,
 )
+from fp8moe.runtime.loops import compiled
 
 
 def quantize(

@@ -22,9 +22,10 @@ import numpy as np
 
 from fp8moe.activation import Activation
 from fp8moe.records import Quantized, QuantTensor, SwigluGrad
-from fp8moe.reference.numerics import compiled, quietly, split_rows, to_f32
+from fp8moe.reference.numerics import quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
 from fp8moe.reference.transpose import scaling_aware_transpose
+from fp8moe.runtime.loops import compiled
 
 
 @quietly

@@ -17,9 +17,10 @@ import numpy as np
 from fp8moe.formats import BLOCKED_128X4, FORMATS, MIN_SCALE_EXPONENT, is_mx
 from fp8moe.records import PermutationPlan, QuantTensor
 from fp8moe.reference.layout import compact_scratch, to_layout
-from fp8moe.reference.numerics import DECODE, compiled, encode, split_rows, transpose_into
+from fp8moe.reference.numerics import DECODE, encode, split_rows, transpose_into
 from fp8moe.reference.permute import Entries, gather_rows, inverse
 from fp8moe.reference.quantize import strips_of
+from fp8moe.runtime.loops import compiled
 
 _REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 gives zero or saturates
 _ZERO, _NAN = -10_000, 10_000  # exponents of a zero scale and of an E8M0 NaN
