@@ -30,7 +30,7 @@ with needs("torchtitan"):
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
-from fp8moe import Activation
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
@@ -143,7 +143,7 @@ class FP8RoutedExperts(RoutedExperts):
                 "fully_shard on FP8RoutedExperts or a module around it, not on inner_experts: it gathers "
                 "weights for calls of the module that it was given"
             )
-        options = {"comm": self._comm} | {n: getattr(self._options, n) for n in OPTIONS}
+        options = self._options.arguments | {"comm": self._comm}
         if len(others) == 2:
             w3, w2 = others
             return moe_experts(x, (first, w3), w2, topk_expert_ids, topk_scores, **options)
@@ -271,7 +271,7 @@ class FP8MoEConverter(QuantizationConverter):
 
 def _options_of(config: Any) -> LayerOptions:
     """A config's options, checked."""
-    return LayerOptions(**{n: getattr(config, n) for n in OPTIONS})
+    return LayerOptions(SWIGLU, **{n: getattr(config, n) for n in OPTIONS})  # unless the experts have another
 
 
 def _refuse_unsynchronised(dispatcher: Any) -> None:

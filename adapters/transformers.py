@@ -189,7 +189,7 @@ def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
 def _multiply(
     experts: Any, x: Tensor, ids: Tensor, probs: Tensor, how: LayerOptions, comm: Any = None
 ) -> Tensor:
-    options = {**vars(how), "activation": activation_of(experts)}
+    options = {**how.arguments, "activation": activation_of(experts)}
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     w13, w2 = getattr(experts, first), experts.down_proj
     bias13, bias2 = None, None

@@ -308,7 +308,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             `fp8moe.torch.moe_experts`.
         """
         rows = permuted_local_hidden_states, *self._weights()
-        options = vars(self._options)
+        options = self._options.arguments
         if topk_ids is not None:
             return moe_experts(*rows, topk_ids, permuted_probs, comm=comm, **options), None
         device = permuted_local_hidden_states.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from fp8moe.activation import Activation
@@ -77,6 +77,12 @@ class LayerOptions(Options):
         return RECIPES[self.recipe]
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The same as the keyword arguments of a function, in code that Dynamo traces: it has no ``vars`` of
+        a frozen record (torch 2.11)."""
+        return {name: getattr(self, name) for name in _NAMES}
+
+    @property
     def limits_gemms(self) -> bool:
         """Whether the GEMMs are not free to use any backend and all multiprocessors."""
         return self.backend is not None or self.num_sms is not None
@@ -85,3 +91,6 @@ class LayerOptions(Options):
     def gemm(self) -> dict[str, Any]:
         """The arguments of each GEMM."""
         return {"backend": self.backend, "num_sms": self.num_sms}
+
+
+_NAMES = tuple(field.name for field in fields(LayerOptions))
