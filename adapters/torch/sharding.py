@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, of_other_ranks
+from fp8moe.adapters.torch.library import differentiable
 from fp8moe.adapters.torch.operation import check_values, is_partitioned
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 from fp8moe.expert_parallel.protocols import chunks_of
@@ -163,12 +164,15 @@ def local_of(w: Tensor) -> Tensor:
 
 
 def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The weights of this rank's experts, with their gradient. mesh: of the ranks.
+    """The weights of this rank's experts, with their gradient; None remains None, as ``to_local`` of torch
+    2.11 does not: a ``main_grad`` has taken it. mesh: of the ranks.
 
     Raises TypeError as `check_own_experts`.
     """
     check_own_experts(name, w, mesh)
-    return local_of(w)
+    if not isinstance(w, DTensor):
+        return w
+    return (_local_in_graph if torch.compiler.is_compiling() else _Local.apply)(w, False)  # type: ignore[no-any-return]
 
 
 def check_own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> None:
@@ -193,15 +197,16 @@ def replica_of(name: str, w: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         whole = w.redistribute(placements=w.placements)  # its backward sums
         return whole.to_local(grad_placements=[Partial()] * w.device_mesh.ndim)  # type: ignore[no-any-return]
-    return _Replica.apply(w)  # type: ignore[no-any-return]
+    return _Local.apply(w, True)  # type: ignore[no-any-return]
 
 
-class _Replica(torch.autograd.Function):
-    """`replica_of` in eager mode: DTensor's own operations take the host 17 us in a forward, this takes 6."""
+class _Local(torch.autograd.Function):
+    """This rank's part of a DTensor: DTensor's own operations take the host 17 us in a forward, this takes 6.
+    sums: whether the gradient becomes the sum over the ranks of the mesh."""
 
     @staticmethod
-    def forward(ctx, w):  # type: ignore[no-untyped-def]
-        ctx.mesh, ctx.placements = w.device_mesh, w.placements
+    def forward(ctx, w, sums):  # type: ignore[no-untyped-def]
+        ctx.mesh, ctx.placements, ctx.sums = w.device_mesh, w.placements, sums
         ctx.set_materialize_grads(False)
         return w._local_tensor.view_as(w._local_tensor)
 
@@ -209,11 +214,15 @@ class _Replica(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         if grad is None:
-            return None
-        total = grad.clone(memory_format=torch.contiguous_format)
-        for group in ctx.mesh.get_all_groups():
-            dist.all_reduce(total, group=group)
-        return DTensor.from_local(total, ctx.mesh, ctx.placements, run_check=False)
+            return None, None
+        if ctx.sums:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            for group in ctx.mesh.get_all_groups():
+                dist.all_reduce(grad, group=group)
+        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False), None
+
+
+_local_in_graph = differentiable(_Local)
 
 
 def checksum(tensors: Iterable[Tensor], start: Any, mesh: DeviceMesh) -> int:
