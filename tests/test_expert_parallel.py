@@ -59,7 +59,10 @@ def together(world, arguments, limit):
 @pytest.mark.parametrize(
     ("cases", "world"),
     [
-        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel,together", 2),
+        (
+            "layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel,together,composed",
+            2,
+        ),
         ("layers,rows,same_backward,composed", 4),
         ("lost", 3),
     ],
