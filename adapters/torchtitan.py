@@ -4,26 +4,32 @@
     model_registry("30B-A3B", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
 
 Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``; gpt-oss's
-``mlp1_weight_EGD`` and so on), so checkpoints, FSDP and optimizers need no changes; every forward quantises
-the current weights. For experts of other classes than torchtitan's gated ones and gpt-oss's the converter
-raises NotImplementedError. With torchtitan's
-expert parallelism, rows are sent by `fp8moe.expert_parallel` over its mesh, and the experts still compile as
-one graph; the host reads the row counts, so a dispatcher's options for CUDA graphs raise NotImplementedError.
-w1 and w3, and their gradients, are never concatenated; gpt-oss's gates and ups, which alternate in memory,
-are copied in every forward.
+``mlp1_weight_EGD`` and so on), so checkpoints, FSDP and optimizers need no changes. Every forward quantises
+the current weights; in torchtitan's ``Trainer``, the micro-batches of a step share the codes of weights that
+FSDP does not shard (of those that it does, `fp8moe.torch.weights_unchanged` would hold whole copies). For
+experts of other classes than torchtitan's gated ones and gpt-oss's the converter raises NotImplementedError.
+With torchtitan's expert parallelism, rows are sent by `fp8moe.expert_parallel` over its mesh, and the experts
+still compile as one graph; the host reads the row counts, so a dispatcher's options for CUDA graphs raise
+NotImplementedError. w1 and w3, and their gradients, are never concatenated; gpt-oss's gates and ups, which
+alternate in memory, are copied in every forward.
 
 Tested with torchtitan 0.3 and its backends "partial_dtensor" and "spmd_types".
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from fp8moe.adapters import needs
 
 with needs("torchtitan"):
+    import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor
     from torchtitan.components.quantization import QuantizationConverter
@@ -36,7 +42,9 @@ from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
+from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, weights_unchanged
 from fp8moe.layer.options import LayerFields, LayerOptions
+from fp8moe.layer.recipes import Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
@@ -100,10 +108,12 @@ class FP8RoutedExperts(RoutedExperts):
         self.inner_experts.register_load_state_dict_pre_hook(refuse_codes)
         self._comm: ProcessGroup | None = None
         self._tensor_parallel_ranks = 1  # that have a part of the width, and whose outputs are added
-        self._shape = self._first_weight().shape
+        self._shapes = self._local_shapes()
+        self._fp8_weights = FP8Weights(self, _OfRoutedExperts)
+        _shares_within_steps()
 
-    def _first_weight(self) -> Tensor:
-        return local_of(getattr(self.inner_experts, self._names[0]))
+    def _local_shapes(self) -> dict[str, torch.Size]:
+        return {name: local_of(getattr(self.inner_experts, name)).shape for name in self._names}
 
     def forward(
         self, x: Tensor, topk_scores: Tensor, topk_expert_ids: Tensor, num_local_tokens_per_expert: Tensor
@@ -135,27 +145,33 @@ class FP8RoutedExperts(RoutedExperts):
             ``inner_experts`` alone, which are not called.
         """
         del num_local_tokens_per_expert
-        experts = self.inner_experts
-        first, *others = (local_of(getattr(experts, name)) for name in self._names)
-        if first.shape != self._shape:  # tokens of the missing experts would be taken for those without one
+        experts, name = self.inner_experts, self._names[0]
+        tensors = {n: local_of(getattr(experts, n)) for n in self._names}
+        first, wanted = tensors[name], self._shapes[name]
+        if first.shape != wanted:  # tokens of the missing experts would be taken for those without one
             raise RuntimeError(
-                f"{self._names[0]}: got shape {list(first.shape)} on a rank; wanted {list(self._shape)}; use "
+                f"{name}: got shape {list(first.shape)} on a rank; wanted {list(wanted)}; use "
                 "fully_shard on FP8RoutedExperts or a module around it, not on inner_experts: it gathers "
                 "weights for calls of the module that it was given"
             )
         options = self._options.arguments | {"comm": self._comm}
-        if len(others) == 2:
-            w3, w2 = others
-            return moe_experts(x, (first, w3), w2, topk_expert_ids, topk_scores, **options)
-        bias13, w2, bias2 = others
+        if type(experts) is not GptOssGroupedExperts:
+            own = _operands_of(tensors)
+            codes = codes_of(self, own, (x, topk_scores))
+            return moe_experts(x, *own, topk_expert_ids, topk_scores, fp8_weights=codes, **options)
+        _, bias13, _, bias2 = tensors.values()
         if (ranks := self._tensor_parallel_ranks) > 1:  # they add their outputs, each with the bias
             if isinstance(experts.mlp2_bias_ED, DTensor):  # a replicated one: its gradients are not added
                 bias2 = ScaleBiasForward.apply(bias2, ranks, bias2.dtype)
             else:  # in spmd_types a replicated parameter's gradients are added
                 bias2 = bias2 / ranks
-        options["activation"] = Activation("swiglu", experts.swiglu_limit, 1.702, 1.0)
-        w13, options["bias13"], options["bias2"] = gates_before_ups(first), gates_before_ups(bias13), bias2
-        return moe_experts(x, w13, w2, topk_expert_ids, topk_scores, **options)
+        options["activation"] = _OfRoutedExperts.activation(self)
+        options["bias13"], options["bias2"] = gates_before_ups(bias13), bias2
+        return moe_experts(x, *_operands_of(tensors), topk_expert_ids, topk_scores, **options)
+
+    def _has_whole_weights(self) -> bool:
+        masters = _OfRoutedExperts.masters(self)
+        return all(_OfRoutedExperts.is_whole(self, name, w) for name, w in masters.items())
 
     def extra_repr(self) -> str:
         return ", ".join(f"{n}={getattr(self._options, n)!r}" for n in OPTIONS)
@@ -173,10 +189,11 @@ class FP8RoutedExperts(RoutedExperts):
         ValueError
             For tensor-parallel ranks between which a pair of gate and up of gpt-oss would be divided.
         """
-        width = self._shape[1]
+        name = self._names[0]
+        width = self._shapes[name][1]
         super().parallelize(parallel_dims)
-        self._shape = self._first_weight().shape
-        if self._shape[1] != width:
+        self._shapes = self._local_shapes()
+        if self._shapes[name][1] != width:
             # kept, because the threads of a GPU's backward, which recompute checkpointed layers, have no mesh
             self._tensor_parallel_ranks = ranks = parallel_dims.tp
             if type(self.inner_experts) is GptOssGroupedExperts and (width // 2) % ranks:
@@ -186,6 +203,56 @@ class FP8RoutedExperts(RoutedExperts):
                 )
         mesh = parallel_dims.get_optional_mesh("ep")
         self._comm = None if mesh is None else ProcessGroup(mesh.get_group())
+
+
+def _operands_of(tensors: dict[str, Tensor]) -> tuple[Any, Tensor]:
+    """w13, or w1 and w3, and w2 of experts' parameters, without their biases."""
+    if "w1_EFD" in tensors:
+        return (tensors["w1_EFD"], tensors["w3_EFD"]), tensors["w2_EDF"]
+    return gates_before_ups(tensors["mlp1_weight_EGD"]), tensors["mlp2_weight_EDF"]
+
+
+def _shares_within_steps() -> None:
+    """Lets torchtitan's Trainer, where it is used, declare weights unchanged within its steps."""
+    module = sys.modules.get("torchtitan.trainer")  # importing it takes seconds
+    if module is None or module.Trainer.train_step.__module__ == __name__:
+        return
+    step = module.Trainer.train_step
+
+    @functools.wraps(step, assigned=("__name__", "__qualname__", "__doc__"))
+    def train_step(trainer: Any, *arguments: Any, **options: Any) -> Any:
+        with contextlib.ExitStack() as contexts:
+            for experts in (m for part in trainer.model_parts for m in part.modules()):
+                if isinstance(experts, FP8RoutedExperts) and experts._has_whole_weights():
+                    contexts.enter_context(weights_unchanged(experts, optimizer=trainer.optimizers))
+            return step(trainer, *arguments, **options)
+
+    module.Trainer.train_step = train_step
+
+
+class _OfRoutedExperts(Holder):
+    @staticmethod
+    def masters(module: FP8RoutedExperts) -> dict[str, Tensor]:
+        return {n: getattr(module.inner_experts, n) for n in module._names if "bias" not in n}
+
+    @staticmethod
+    def is_whole(module: FP8RoutedExperts, name: str, w: Tensor) -> bool:
+        return bool(local_of(w).shape == module._shapes[name])
+
+    @staticmethod
+    def recipe(module: FP8RoutedExperts) -> Recipe:
+        return module._options.precision
+
+    @staticmethod
+    def activation(module: FP8RoutedExperts) -> Activation:
+        if type(module.inner_experts) is not GptOssGroupedExperts:
+            return SWIGLU
+        return Activation("swiglu", module.inner_experts.swiglu_limit, 1.702, 1.0)
+
+    @staticmethod
+    def operands(module: FP8RoutedExperts, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        names = _OfRoutedExperts.masters(module)
+        return _operands_of({n: local_of(w) for n, w in zip(names, masters, strict=True)})
 
 
 # torchtitan looks up the shardings of arguments by their names, which its versions change: x_BLD, x_TD

@@ -5,7 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fp8moe")
 
 Parameters keep their names, shapes and dtypes, so checkpoints, optimizers, PEFT and FSDP need no changes.
-Every forward quantises the current weights, so no copy can become outdated.
+Every forward quantises the current weights, so no copy can become outdated; micro-batches share copies within
+`fp8moe.torch.weights_unchanged`, which `FP8WeightsCallback` enters for the ``Trainer``.
 
 The activation of an experts class is identified numerically: its own gate function (without a gate, its
 activation function) is evaluated on sample values and compared with every `fp8moe.Activation` that has its
@@ -16,11 +17,13 @@ Tested with transformers 5.23.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import re
 import warnings
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Unpack, get_args
 
@@ -32,9 +35,10 @@ with needs("torch"):
     import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 try:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainerCallback
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -49,10 +53,11 @@ from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
+from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, weights_unchanged
 from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions
-from fp8moe.layer.recipes import RecipeName
+from fp8moe.layer.recipes import Recipe, RecipeName
 
-__all__ = ["activation_of", "enable"]
+__all__ = ["FP8WeightsCallback", "activation_of", "enable"]
 
 
 def enable(
@@ -104,10 +109,12 @@ def enable(
             "lose; wanted another name"
         )
 
+    _options[name] = how
+
     def experts_forward(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        return _multiply(self, hidden_states, top_k_index, top_k_weights, how)
+        return _multiply(self, hidden_states, top_k_index, top_k_weights, name)
 
     class ExpertParallel(EPImplementation):
         """Expert parallelism by `fp8moe.expert_parallel`."""
@@ -115,6 +122,7 @@ def enable(
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
             super().__init__(experts, ep_mesh, tp_mesh)
             self._experts = experts
+            experts._fp8moe_implementation = name
             self._comm = ProcessGroup(ep_mesh.get_group())
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -122,7 +130,7 @@ def enable(
             # the ranks of the mesh hold the same batch: each computes its part of the tokens
             if self.tp_mesh.size() > 1:
                 x, ids, probs = (_local_tokens(t, self.tp_mesh) for t in (x, ids, probs))
-            y = _multiply(self._experts, x, ids, probs, how, self._comm)
+            y = _multiply(self._experts, x, ids, probs, name, self._comm)
             return _all_tokens(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
@@ -130,6 +138,47 @@ def enable(
     EPImplementationInterface.register(name, ExpertParallel)
     for method in ("post_init", "set_experts_implementation"):  # the last steps of making and of setting
         _warn_after(method)
+
+
+class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
+    """Lets the micro-batches of an optimizer step share one set of FP8 weights, in transformers' ``Trainer``.
+
+    From the first micro-batch of a step (``gradient_accumulation_steps``) until the optimizer's step, the
+    model is in `fp8moe.torch.weights_unchanged`. The losses are, bit for bit, those without it. Copies, of
+    two bytes a weight, are held meanwhile; weights that FSDP gathers are among them, whole. Experts with PEFT's
+    ``target_parameters``, which compute a weight anew at each access, make copies in each forward as before.
+
+    Examples
+    --------
+    >>> from fp8moe.transformers import FP8WeightsCallback
+    >>> callbacks = [FP8WeightsCallback()]  # transformers.Trainer(..., callbacks=callbacks)
+    """
+
+    def __init__(self) -> None:
+        self._open: contextlib.ExitStack | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Declare the weights unchanged; called by the Trainer."""
+        self._close()
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(weights_unchanged(model))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End it; called by the Trainer."""
+        self._close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End it, as with an optimizer of DeepSpeed; called by the Trainer."""
+        self._close()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End it; called by the Trainer."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
 
 def _refuse_fp8_experts(experts: nn.Module, *_: Any) -> Tensor:
@@ -186,29 +235,77 @@ def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
     return DTensor.from_local(t.contiguous(), mesh, [Shard(0)], shape=shape, stride=strides).full_tensor()
 
 
-def _multiply(
-    experts: Any, x: Tensor, ids: Tensor, probs: Tensor, how: LayerOptions, comm: Any = None
-) -> Tensor:
-    options = {**how.arguments, "activation": activation_of(experts)}
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    w13, w2 = getattr(experts, first), experts.down_proj
+#: options of each implementation that `enable` has registered, by name
+_options: dict[str, LayerOptions] = {}
+
+
+def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, comm: Any = None) -> Tensor:
+    options = {**_options[name].arguments, "activation": activation_of(experts)}
+    masters = _OfExperts.masters(experts)
+    first, number = next((name, len(w)) for name, w in masters.items())
+    if number != getattr(experts, "num_experts", number):  # ids beyond w13 would mean no expert
+        raise ValueError(
+            f"{first}: got {number} experts; wanted {experts.num_experts}, the module's num_experts; set that "
+            "where experts are removed, and remove them from the router as well"
+        )
+    w13, w2 = _OfExperts.operands(experts, [*masters.values()])
     bias13, bias2 = None, None
     if experts.has_bias:
         bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
-    if experts.is_transposed:
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    if len(w13) != getattr(experts, "num_experts", len(w13)):  # ids beyond w13 would mean no expert
-        raise ValueError(
-            f"{first}: got {len(w13)} experts; wanted {experts.num_experts}, the module's num_experts; set "
-            "that where experts are removed, and remove them from the router as well"
-        )
+        bias13 = gates_before_ups(bias13) if _is_interleaved(experts) else bias13
     if comm is None and getattr(experts, "_is_expert_parallel", False):
         # transformers' own expert parallelism names the experts of other ranks num_experts
         ids = torch.where(ids == len(w13), -1, ids)
-    if experts.has_gate and not experts.is_concatenated:
-        w13 = gates_before_ups(w13)
-        bias13 = None if bias13 is None else gates_before_ups(bias13)
+    if not experts.has_bias and hasattr(experts, "_fp8_weights"):
+        options["fp8_weights"] = codes_of(experts, (w13, w2), (x, probs))
     return moe_experts(x, w13, w2, ids, probs, **options, bias13=bias13, bias2=bias2, comm=comm)
+
+
+def _is_interleaved(experts: Any) -> bool:
+    return bool(experts.has_gate and not experts.is_concatenated)
+
+
+class _OfExperts(Holder):
+    """Experts of a class that transformers decorates with ``use_experts_implementation``."""
+
+    @staticmethod
+    def masters(module: Any) -> dict[str, Tensor]:
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        return {first: getattr(module, first), "down_proj": module.down_proj}
+
+    @staticmethod
+    def recipe(module: Any) -> Recipe:
+        return _options[_implementation_of(module)].precision
+
+    @staticmethod
+    def activation(module: Any) -> Activation:
+        return activation_of(module)
+
+    @staticmethod
+    def operands(module: Any, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        w13, w2 = masters
+        if module.is_transposed:
+            w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+        return gates_before_ups(w13) if _is_interleaved(module) else w13, w2
+
+    @classmethod
+    def shares(cls, module: Any) -> bool:
+        # PEFT's target_parameters compute a weight anew at each access
+        name = _implementation_of(module)
+        return name in _options and _options[name].precision.quantizes and not is_parametrized(module)
+
+
+def _implementation_of(experts: Any) -> str:
+    own = getattr(experts, "_fp8moe_implementation", None)  # of its expert parallelism
+    return getattr(experts.config, "_experts_implementation", "") if own is None else own
+
+
+def _holder_of(module: nn.Module) -> type[Holder] | None:
+    known = hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # set by transformers' decorator
+    return _OfExperts if known and _implementation_of(module) in _options else None
+
+
+holders_of_others.append(_holder_of)
 
 
 # ---------------------------------------------------------------- the activation between the two products

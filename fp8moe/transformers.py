@@ -3,9 +3,10 @@
 Needs ``pip install 'fp8moe[transformers]'``.
 """
 
-from fp8moe.adapters.transformers import activation_of, enable
+from fp8moe.adapters.transformers import FP8WeightsCallback, activation_of, enable
 
 __all__ = [
+    "FP8WeightsCallback",
     "activation_of",
     "enable",
 ]

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from fp8moe.adapters import needs
@@ -26,6 +26,7 @@ from fp8moe.activation import GATED, SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
+from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of
 from fp8moe.layer.options import LayerArguments, LayerOptions
 from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
@@ -246,6 +247,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             weight.allreduce = shared  # type: ignore[attr-defined]
         if config.perform_initialization:
             self._initialize()
+        self._fp8_weights = FP8Weights(self, _OfExperts)
+        # Megatron sets it to True before the first micro-batch of a step, as in Transformer Engine's modules
+        self.is_first_microbatch: bool | None = None
         self.register_load_state_dict_pre_hook(_without_extra_state)
         self.register_load_state_dict_pre_hook(refuse_codes)
         self.register_state_dict_post_hook(_refuse_equal_keys)
@@ -307,8 +311,12 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             As in `fp8moe.torch.moe_experts_permuted`, or with topk_ids as in
             `fp8moe.torch.moe_experts`.
         """
-        rows = permuted_local_hidden_states, *self._weights()
-        options = self._options.arguments
+        weights = self._weights()
+        rows = permuted_local_hidden_states, *weights
+        codes = codes_of(self, weights, (rows[0], permuted_probs), self.is_first_microbatch)
+        if self.is_first_microbatch:
+            self.is_first_microbatch = False
+        options = self._options.arguments | {"fp8_weights": codes}
         if topk_ids is not None:
             return moe_experts(*rows, topk_ids, permuted_probs, comm=comm, **options), None
         device = permuted_local_hidden_states.device
@@ -404,6 +412,41 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
                     make_sharded_object_for_checkpoint(None, key, places.offsets(expert), extra)
                 )
         return state
+
+
+class _OfExperts(Holder):
+    renewed = True
+
+    @staticmethod
+    def masters(module: FP8FlowExperts) -> dict[str, Tensor]:
+        return {"weight1": module.weight1, "weight2": module.weight2}
+
+    @staticmethod
+    def recipe(module: FP8FlowExperts) -> Recipe:
+        return module._options.precision
+
+    @staticmethod
+    def activation(module: FP8FlowExperts) -> Activation:
+        return module._options.activation
+
+    @staticmethod
+    def operands(module: FP8FlowExperts, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        first, second = masters
+        return first, second
+
+
+def _set_is_first_microbatch(model: Any) -> None:
+    """Megatron's own, which its schedules call before the first micro-batch of a step, leaves it out unless
+    the whole model is in FP8."""
+    _set_in_fp8(model)
+    if "_fp8moe_experts" not in vars(model):  # a model has thousands of modules
+        vars(model)["_fp8moe_experts"] = [m for m in model.modules() if isinstance(m, FP8FlowExperts)]
+    for experts in model._fp8moe_experts:
+        experts.is_first_microbatch = True
+
+
+_set_in_fp8 = MegatronModule.set_is_first_microbatch
+MegatronModule.set_is_first_microbatch = _set_is_first_microbatch
 
 
 class _Places:

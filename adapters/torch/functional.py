@@ -33,6 +33,7 @@ from fp8moe.adapters.torch.operands import (
 )
 from fp8moe.adapters.torch.operation import check_float, check_tensor, refuse_transforms
 from fp8moe.adapters.torch.stats import Collector
+from fp8moe.adapters.torch.weights import copies_of_function
 from fp8moe.layer.moe import experts_of
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS, RecipeName
@@ -55,6 +56,7 @@ def moe_experts(
     bias2: Tensor | None = None,
     comm: Any = None,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
+    is_first_microbatch: bool | None = None,
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
@@ -103,6 +105,10 @@ def moe_experts(
         Result of `quantize_fp8_weights` for w13, w2 and bias13, used in the products. The caller guarantees
         that the weights have not changed since, so micro-batches can share one set. w13, w2 and bias13 get
         their gradients as usual.
+    is_first_microbatch : bool or None
+        In eager mode, for weights that are the same tensors in every call. True: keep the FP8 copies that
+        this call makes; False: use those that True kept, if no change of the weights is detected; None: make
+        copies for this call alone, except inside `weights_unchanged`.
     backend : "wgmma", "mma", "cublas", "plain" or None
         Kernels of all products, the backward's included, as described in `fp8moe.grouped_gemm` ("cublas"
         synchronises); None: the fastest. With "bf16", None may also select torch's grouped product where that
@@ -143,7 +149,7 @@ def moe_experts(
     """
     operands = x, w13, w2, topk_ids, topk_probs, bias13, bias2, fp8_weights
     options = LayerOptions(activation, recipe, recompute, backend, num_sms)
-    return _checked("moe_experts", *operands, options, comm=comm)
+    return _checked("moe_experts", *operands, is_first_microbatch, options, comm=comm)
 
 
 def moe_experts_permuted(
@@ -160,6 +166,7 @@ def moe_experts_permuted(
     bias2: Tensor | None = None,
     align_size: int = 1,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
+    is_first_microbatch: bool | None = None,
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
@@ -197,6 +204,8 @@ def moe_experts_permuted(
         they read x in place, and 1, with which they pad it in one additional pass.
     fp8_weights : tuple of two Quantized, or None
         As in `moe_experts`.
+    is_first_microbatch : bool or None
+        As in `moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
         As in `moe_experts`.
     num_sms : int or None
@@ -231,7 +240,7 @@ def moe_experts_permuted(
     checks.integer("align_size", align_size, 1)
     operands = x, w13, w2, tokens_per_expert, probs, bias13, bias2, fp8_weights
     options = LayerOptions(activation, recipe, recompute, backend, num_sms)
-    return _checked("moe_experts_permuted", *operands, options, align_size=align_size)
+    return _checked("moe_experts_permuted", *operands, is_first_microbatch, options, align_size=align_size)
 
 
 def _checked(
@@ -244,6 +253,7 @@ def _checked(
     bias13: Tensor | None,
     bias2: Tensor | None,
     fp8_weights: tuple[Quantized, Quantized] | None,
+    first: bool | None,
     options: LayerOptions,
     *,
     comm: Any = None,
@@ -255,7 +265,7 @@ def _checked(
     check_tensor("tokens_per_expert" if align_size else "topk_ids", ids)
     check_float("probs" if align_size else "topk_probs", probs)
     quantizes = options.precision.quantizes
-    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, options, comm, align_size
+    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, first, options, comm, align_size
     device_type, dtype = x.device.type, torch.bfloat16 if quantizes else x.dtype
     if not torch.is_autocast_enabled(device_type):
         return _in_dtype(dtype, *operands)
@@ -277,6 +287,7 @@ def _in_dtype(
     bias13: Tensor | None,
     bias2: Tensor | None,
     fp8_weights: tuple[Quantized, Quantized] | None,
+    first: bool | None,
     options: LayerOptions,
     comm: Any,
     align_size: int,
@@ -291,10 +302,42 @@ def _in_dtype(
         weights = [tuple(p.to(dtype) for p in w) if isinstance(w, tuple) else w.to(dtype) for w in weights]
     if options.limits_gemms and not torch.compiler.is_compiling():
         _check_backend(x, weights, bias13, options, dtype)
+    if first is not None:
+        first = checks.flag("is_first_microbatch", first)
+    if first is not None or (recipe.quantizes and fp8_weights is None):
+        fp8_weights = _kept(x, weights, probs, bias13, fp8_weights, options, first)
     given = operands_of(weights, bias13, fp8_weights, recipe, halves)
     rows = {"comm": comm, "align_size": align_size, "has_ones": bias13 is not None, "bias2": bias2}
     y = apply_experts(x, given, ids, probs, dtype, options, **rows)
     return y.to(x.dtype).reshape(x.shape)
+
+
+def _kept(
+    x: Tensor,
+    weights: list[Any],
+    probs: Tensor,
+    bias13: Tensor | None,
+    fp8_weights: tuple[Quantized, Quantized] | None,
+    options: LayerOptions,
+    first: bool | None,
+) -> tuple[Quantized, Quantized] | None:
+    """The FP8 copies of weights that are declared unchanged, None for others. first: the call's
+    ``is_first_microbatch``."""
+    if torch.compiler.is_compiling():
+        if first is not None:
+            raise ValueError(f"is_first_microbatch: got {first} in compiled code; wanted None")
+        return None
+    if first is not None and (fp8_weights is not None or not options.precision.quantizes):
+        other = "fp8_weights" if fp8_weights is not None else f"recipe {options.recipe!r}"
+        raise ValueError(f"is_first_microbatch: got {first} with {other}; wanted None")
+    if bias13 is not None:
+        if first is not None:
+            raise NotImplementedError(f"is_first_microbatch: got {first} with bias13; wanted None")
+        return None
+    masters = [*(weights[0] if isinstance(weights[0], tuple) else weights[:1]), weights[1]]
+    tensors = [t for t in (x, probs, *masters) if isinstance(t, Tensor)]
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return copies_of_function(*weights, options.activation, recording, first)
 
 
 def apply_experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from fp8moe.adapters.torch.sharding import (
     as_shard,
     check_own_experts,
     checksum,
+    is_whole,
     local_of,
     own_experts,
     own_part,
@@ -41,6 +43,8 @@ from fp8moe.adapters.torch.sharding import (
 from fp8moe.adapters.torch.stats import Collector, LayerStats
 from fp8moe.adapters.torch.weights import (
     FP8Weights,
+    Holder,
+    codes_of,
     is_capturing,
     is_freed,
     weights_of,
@@ -572,7 +576,7 @@ class FP8FlowMoE(nn.Module):
     def _own_state(self) -> None:
         """What a copy of the layer makes anew: its number, FP8 weights and statistics."""
         self._handle, self._collector = handle_of(self), Collector()
-        self._fp8_weights = FP8Weights(self, ("w13", "w2"), self._ranks.mesh)
+        self._fp8_weights = FP8Weights(self, _OfLayer)
 
     def _announced(self) -> dict[str, Any] | None:
         """What ranks tell each other about the router, as fields of `Settings`."""
@@ -593,16 +597,11 @@ class FP8FlowMoE(nn.Module):
     ) -> Tensor:
         """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`."""
         options, ranks = self._options, self._ranks
-        own = own_experts("w13", weights[0], ranks.mesh), own_experts("w2", weights[1], ranks.mesh)
-        codes, collector, ffn = None, None, None
-        if options.precision.quantizes:
-            if not torch.compiler.is_compiling():
-                recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
-                codes = weights_of(self).of_forward(own, options.activation, recording, first)
-            elif self._collect_stats:
+        own = _OfLayer.operands(self, weights)
+        codes, collector, ffn = codes_of(self, own, (x, probs), first), None, None
+        if codes is not None:
+            if self._collect_stats and torch.compiler.is_compiling():
                 raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
-            else:
-                codes = weights_of(self).of_compiled_forward(own, options.activation, first)
             collector = self._collector if self._collect_stats else None
             ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
         operands = Operands(own, codes, ffn, weights)
@@ -652,6 +651,29 @@ class FP8FlowMoE(nn.Module):
             ffn=self._ffn,
             gradients=GRADIENTS if torch.is_grad_enabled() else (),
         )
+
+
+class _OfLayer(Holder):
+    @staticmethod
+    def masters(module: FP8FlowMoE) -> dict[str, Tensor]:
+        return {"w13": module.w13, "w2": module.w2}
+
+    @staticmethod
+    def is_whole(module: FP8FlowMoE, name: str, w: Tensor) -> bool:
+        return is_whole(w, module._ranks.mesh)
+
+    @staticmethod
+    def recipe(module: FP8FlowMoE) -> Recipe:
+        return module._options.precision
+
+    @staticmethod
+    def activation(module: FP8FlowMoE) -> Activation:
+        return module._options.activation
+
+    @staticmethod
+    def operands(module: FP8FlowMoE, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        w13, w2 = masters
+        return own_experts("w13", w13, module._ranks.mesh), own_experts("w2", w2, module._ranks.mesh)
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:

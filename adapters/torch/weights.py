@@ -1,63 +1,115 @@
-"""FP8 copies of a module's weights that outlive a forward: whose they are, when they were made, which
-forwards and backwards may read them, and what outdates them.
+"""FP8 copies of weights that outlive a forward: whose they are, when they were made, which forwards and
+backwards may read them, and what outdates them.
 
 Where there are none, a forward quantises the current weights, autograd holds the codes that its backward
-needs, and the others are released. `FP8Weights` is the state of one module; a set of copies is a `Copies`.
+needs, and the others are released. `FP8Weights` is the state of one module, or of the weights that the
+functions are given; a set of copies is a `Copies`; a `Holder` says where a kind of module has its weights.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrize import is_parametrized
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8moe import Quantized
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.operation import refuse_partitioned
-from fp8moe.adapters.torch.sharding import engine_of, is_whole, own_experts
+from fp8moe.adapters.torch.sharding import engine_of, is_whole
+from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime.record_trees import arrays_in
 from fp8moe.runtime.scopes import Opening, Scope
 
 __all__ = ["weights_unchanged"]
 
+#: those of weights_unchanged(), None without
+Optimizers = tuple[torch.optim.Optimizer, ...] | None
+
+
+class Holder:
+    """Where modules of a kind have the weights that FP8 copies are made of. A class of static methods, which
+    an `FP8Weights` refers to by its name.
+
+    renewed: whether a forward whose ``is_first_microbatch`` is False makes new copies after a change, because
+    a trainer sets it, and copies are dropped before an optimizer's step."""
+
+    renewed = False
+
+    @staticmethod
+    def masters(module: Any) -> dict[str, Tensor]:
+        """The weights by name, as their attributes give them, which may compute them."""
+        raise NotImplementedError
+
+    @staticmethod
+    def is_whole(module: Any, name: str, w: Tensor) -> bool:
+        """Whether this rank has all of a weight that it multiplies, and not a shard of it."""
+        return is_whole(w, None)
+
+    @staticmethod
+    def recipe(module: Any) -> Recipe:
+        """The recipe of the module's forward."""
+        raise NotImplementedError
+
+    @staticmethod
+    def activation(module: Any) -> Activation:
+        """The activation of the module's forward."""
+        raise NotImplementedError
+
+    @staticmethod
+    def operands(module: Any, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        """w13, or w1 and w3, and w2 of this rank, made of the masters."""
+        raise NotImplementedError
+
+    @classmethod
+    def shares(cls, module: Any) -> bool:
+        """Whether forwards share copies within weights_unchanged()."""
+        return cls.recipe(module).quantizes
+
 
 class FP8Weights:
     """The FP8 copies of a module's weights, and the contexts in which they are declared unchanged.
 
-    module: has ``_options``, a `LayerOptions`, and the attributes ``names``, the weights that copies are made
-        of. It is referred to weakly, because this is its attribute ``_fp8_weights``. mesh: of its ranks.
+    module: referred to weakly, because this is its attribute ``_fp8_weights``; or a `_Given`.
     kept: copies that stay without a context: of quantize_weights(), of micro-batches, or those that a
         captured CUDA graph reads. declared: the open weights_unchanged() contexts, by number, with theirs.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, str], mesh: DeviceMesh | None):
-        self.names, self.mesh = names, mesh
+    def __init__(self, module: Any, holder: type[Holder]):
+        self.holder = holder
         self.kept: Copies | None = None
         self.declared: dict[int, Declared] = {}
-        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self._module: Callable[[], Any] = weakref.ref(module)
 
     @property
     def module(self) -> Any:
         return self._module()
 
+    def masters(self) -> dict[str, Tensor]:
+        """The current weights by name."""
+        return self.holder.masters(self.module)
+
+    def _is_parametrized(self, name: str) -> bool:
+        return isinstance(self.module, nn.Module) and is_parametrized(self.module, name)
+
     def __deepcopy__(self, memo: Any) -> FP8Weights:
         """Of no module and without copies: `weights_of` replaces it."""
-        new = object.__new__(FP8Weights)
-        new.names, new.mesh, new.kept, new.declared, new._module = self.names, self.mesh, None, {}, _no_module
-        return new
+        return _without_module(self.holder)
+
+    def __reduce__(self) -> Any:
+        return _without_module, (self.holder,)
 
     @property
     def copies(self) -> Copies | None:
@@ -72,11 +124,11 @@ class FP8Weights:
     # ---- the copies that a forward reads
 
     def of_forward(
-        self, own: tuple[Tensor, Tensor], activation: Activation, recording: bool, first: bool | None
+        self, own: tuple[Any, Tensor], activation: Activation, recording: bool, first: bool | None
     ) -> list[Quantized]:
         """In eager mode. own: this rank's experts, of the weights that the forward has read. recording:
         whether a backward follows. first: the forward's ``is_first_microbatch``."""
-        copies, capturing = self.copies, is_capturing(own[0])
+        copies, capturing = self.copies, is_capturing(own[1])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self.declared:
             requested = copies if copies is not None and copies.requested else None
@@ -92,7 +144,7 @@ class FP8Weights:
                 )
             copies = self.keep()
         elif (changed := copies.changed()) is not None:  # type: ignore[union-attr]
-            raise _changed_error(changed, copies.overwritten, is_parametrized(self.module, changed))  # type: ignore[union-attr]
+            raise _changed_error(changed, copies.overwritten, self._is_parametrized(changed))  # type: ignore[union-attr]
         assert copies is not None
         if capturing:
             copies.captured, self.kept = True, copies
@@ -100,7 +152,7 @@ class FP8Weights:
         return copies.records
 
     def of_compiled_forward(
-        self, own: tuple[Tensor, Tensor], activation: Activation, first: bool | None
+        self, own: tuple[Any, Tensor], activation: Activation, first: bool | None
     ) -> list[Quantized]:
         """As `of_forward`, in compiled code, which cannot keep new copies."""
         if first is not None:
@@ -110,7 +162,7 @@ class FP8Weights:
         copies = self.copies
         if self.declared:
             if copies is not None and copies.overwritten:
-                raise _changed_error(", ".join(self.names), copies.overwritten)
+                raise _changed_error(", ".join(self.masters()), copies.overwritten)
             if copies is not None and copies.current and not copies.of_capture:
                 return copies.records
         elif copies is not None:
@@ -121,10 +173,9 @@ class FP8Weights:
 
     def quantize(self) -> None:
         """Makes copies for all forwards without gradients that follow."""
-        for name in self.names:
-            w = getattr(self.module, name)
+        for name, w in self.masters().items():
             refuse_partitioned(name, w)
-            if not is_whole(w, self.mesh):
+            if not self.holder.is_whole(self.module, name, w):
                 raise TypeError(
                     f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
                     "forward only; use weights_unchanged() around the forwards"
@@ -132,16 +183,18 @@ class FP8Weights:
         self.keep(requested=True)
 
     @torch.compiler.disable  # as `keep`
-    def declare(self, opening: weakref.ref[Opening]) -> None:
+    def declare(self, opening: weakref.ref[Opening], number: int, optimizers: Optimizers) -> None:
         """Declares the weights unchanged as long as a context is open. No interrupt can prevent the end: it
-        is a callback in C, ``dict.pop``, which also releases the copies."""
-        masters = {name: getattr(self.module, name) for name in self.names}
-        first, whole = not self.declared, all(is_whole(w, self.mesh) for w in masters.values())
+        is a callback in C, ``dict.pop``, which also releases the copies. optimizers: whose steps are
+        allowed; the copies are dropped before them."""
+        masters, first = self.masters(), not self.declared
+        if optimizers is not None:
+            _check_steps(optimizers, masters)
+        whole = all(self.holder.is_whole(self.module, name, w) for name, w in masters.items())
         if first:
             self.release()
-        number = next(_numbers)
         end = weakref.ref(cast(Opening, opening()), partial(self.declared.pop, number))
-        self.declared[number] = Declared(end, {} if whole else masters)
+        self.declared[number] = Declared(end, {} if whole else masters, optimizers is not None)
         if first and whole:
             self.keep()
 
@@ -149,24 +202,23 @@ class FP8Weights:
     def keep(self, requested: bool = False) -> Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
         requested: by `quantize`."""
-        module, masters = self.module, []
-        for name in self.names:
-            w = getattr(module, name)
+        module, masters, again = self.module, self.masters(), self.masters()
+        for name, w in masters.items():
             if is_freed(w):
                 raise TypeError(
                     f"{name}: got a weight that FullyShardedDataParallel gathers for its forward only; "
                     "wanted the whole weight; use fully_shard in its place, or leave out "
                     "weights_unchanged() and quantize_weights()"
                 )
-            if w is not getattr(module, name):
+            if w is not again[name]:
                 raise RuntimeError(
                     f"{name}: got a weight that is computed anew on each access (a parametrization), so that "
                     "it cannot be known to be unchanged; wanted the context "
                     "torch.nn.utils.parametrize.cached() around this one"
                 )
-            masters.append(own_experts(name, w, self.mesh))
+        own = self.holder.operands(module, [*masters.values()])
         old, target = self.copies, None
-        if old is not None and old.captured and old.records[0].rowwise.data.device == masters[0].device:
+        if old is not None and old.captured and old.records[0].rowwise.data.device == own[1].device:
             target = old.records
         if target is None:
             old = None
@@ -176,7 +228,7 @@ class FP8Weights:
             # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
         _with_copies[id(self)] = self
-        codes = _quantized(masters, module._options.activation, target)
+        codes = _quantized(own, self.holder.activation(module), target)
         new = Copies(self, codes, requested, captured=target is not None)
         for declared in self.declared.values():
             if not new.captured:
@@ -202,14 +254,43 @@ def _no_module() -> None:
     return None
 
 
+def _without_module(holder: type[Holder]) -> FP8Weights:
+    new = object.__new__(FP8Weights)
+    new.holder, new.kept, new.declared, new._module = holder, None, {}, _no_module
+    return new
+
+
 def weights_of(module: Any) -> FP8Weights:
     """The state of a module that has one. Where the module is a copy that has taken over the attributes of
     another one, as those of nn.DataParallel and of subclasses with a ``__deepcopy__`` of their own do, it
     gets a state of its own: that of the other one has the other's weights."""
     weights: FP8Weights = vars(module)["_fp8_weights"]
     if not torch.compiler.is_compiling() and weights.module is not module:
-        weights = module._fp8_weights = FP8Weights(module, weights.names, weights.mesh)
+        weights = module._fp8_weights = FP8Weights(module, weights.holder)
     return weights
+
+
+def codes_of(
+    module: Any, own: tuple[Any, Tensor], rows: tuple[Tensor, Tensor], first: bool | None = None
+) -> Any:
+    """The FP8 codes that a forward of a module with a state multiplies; None for a recipe without.
+
+    own: the operands of the weights that the forward has read. rows: x and probabilities. first: the
+    forward's ``is_first_microbatch``."""
+    weights = weights_of(module)
+    holder, renewed = weights.holder, weights.holder.renewed
+    if not holder.recipe(module).quantizes:
+        return None
+    activation = holder.activation(module)
+    if torch.compiler.is_compiling():
+        return weights.of_compiled_forward(own, activation, None if renewed else first)
+    if renewed and first is False:
+        copies = weights.copies
+        first = copies is None or not copies.current or copies.changed() is not None
+    w13, w2 = own
+    parts = w13 if isinstance(w13, tuple) else (w13,)
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, *parts, w2))
+    return weights.of_forward(own, activation, recording, first)
 
 
 def _quantized(own: Any, activation: Activation, target: list[Quantized] | None = None) -> list[Quantized]:
@@ -235,8 +316,8 @@ class Copies:
     def __init__(self, weights: FP8Weights, records: list[Quantized], requested: bool, captured: bool):
         self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
         self.valid, self.overwritten, self.recorded, self.captured = True, "", False, captured
-        self.of_capture = is_capturing(getattr(weights.module, weights.names[0]))
-        self._module, self._names = weights._module, weights.names
+        self._module, self._holder = weights._module, weights.holder
+        self.of_capture = is_capturing(records[0].rowwise.data)
         self._declared, self._number = weights.declared, next(iter(weights.declared), None)
         self._shards = {} if self._number is None else weights.declared[self._number].shards
         self._states = [(_storage(w), _view(w), _version(w)) for _, w in self.masters()]
@@ -248,8 +329,7 @@ class Copies:
 
     def masters(self) -> list[tuple[str, Tensor]]:
         """The current weights, and the shards that ``fully_shard`` gathers them from without a trace."""
-        module = self._module()
-        return [*((name, getattr(module, name)) for name in self._names), *self._shards.items()]
+        return [*self._holder.masters(self._module()).items(), *self._shards.items()]
 
     def changed(self) -> str | None:
         """Name of a weight that has detectably changed, or None."""
@@ -264,10 +344,11 @@ class Copies:
 @dataclass
 class Declared:
     """What `FP8Weights` holds while a weights_unchanged() context is open. shards: weights that fully_shard
-    replaces in the context's forwards."""
+    replaces in the context's forwards. renewed: by the first forward after an optimizer step."""
 
     end: Any
     shards: dict[str, Tensor]
+    renewed: bool
     copies: Copies | None = None
 
 
@@ -277,20 +358,27 @@ _numbers = itertools.count()  # of declarations
 _with_copies: weakref.WeakValueDictionary[int, FP8Weights] = weakref.WeakValueDictionary()
 
 
-def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
-    """Declare the weights of a model's `FP8FlowMoE` layers constant within a context.
+def weights_unchanged(model: nn.Module, *, optimizer: Any = None) -> AbstractContextManager[None]:
+    """Declare the weights of a model's experts constant within a context, or between an optimizer's steps.
 
     One set of FP8 copies then serves all forwards inside: the micro-batches of one optimizer step, or
-    inference. The copies are made on entry (for sharded weights: in the first forward inside, except in
-    compiled code) and released on exit, except those that backwards still need or that a CUDA graph was
-    captured with; the latter are updated in place by ``quantize_weights()`` and by entering the context
+    inference. It holds for every form of the experts: `FP8FlowMoE`, transformers' experts with this library's
+    implementation, torchtitan's and Megatron-Core's with this library's layers, and `moe_experts` and
+    `moe_experts_permuted` (in eager mode) where w13 and w2 are parameters of the model themselves.
+
+    The copies are made on entry (for sharded weights and those of functions: in the first forward inside,
+    except in compiled code) and released on exit, except those that backwards still need or that a CUDA graph
+    was captured with; the latter are updated in place by ``quantize_weights()`` and by entering the context
     again. Contexts may be nested.
 
     Parameters
     ----------
     model : Module
-        A layer, or a module that contains layers. Nothing else is affected: `moe_experts`, and transformers'
-        experts with this library's implementation, quantise plain weights in every forward.
+        A layer, or a module that contains experts.
+    optimizer : torch.optim.Optimizer, list of them, or None
+        The optimizer of these weights, for a context around a whole training loop: the copies are dropped
+        before each of its steps, and made in the first forward after it. Compiled forwards after a step make
+        copies each time, until the context is entered again. None: a step inside raises in the next forward.
 
     Returns
     -------
@@ -300,7 +388,9 @@ def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
     Raises
     ------
     TypeError
-        For anything else than a module.
+        For a model that is no module, or an optimizer that is not torch's, whose steps cannot be noticed.
+    ValueError
+        On entry, for an optimizer that does not step weights that require a gradient.
     RuntimeError
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
         optimizer that steps them or, as those of DeepSpeed and Megatron-LM do, tensors that are no
@@ -323,49 +413,184 @@ def weights_unchanged(model: nn.Module) -> AbstractContextManager[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a ModuleList of layers")
-    return _Unchanged(model)
+    several = isinstance(optimizer, (list, tuple))
+    optimizers = None if optimizer is None else tuple(optimizer) if several else (optimizer,)
+    for given in optimizers or ():
+        if not isinstance(given, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer: got {type(given).__name__}; wanted a torch.optim.Optimizer, whose steps can be "
+                "noticed, or a list of them; pass the torch optimizer inside of it"
+            )
+    return _Unchanged(model, optimizers)
 
 
 class _Unchanged(Scope):
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, optimizers: Optimizers):
+        self.model, self.optimizers = model, optimizers
 
     @torch.compiler.disable  # of a block in compiled code, which breaks the graph
     def __enter__(self) -> None:
         super().__enter__()
 
     def enter(self, opening: weakref.ref[Opening]) -> None:
+        number = next(_numbers)
         for module in self.model.modules():
-            if "_fp8_weights" not in vars(module):  # not getattr: wrappers hand on attributes
-                continue
-            if module._options.precision.quantizes:  # type: ignore[union-attr]
-                weights_of(module).declare(opening)
+            if (weights := _state_of(module)) is not None:
+                weights.declare(opening, number, self.optimizers)
+        parameters = {id(p): p for p in self.model.parameters()}
+        end = weakref.ref(cast(Opening, opening()), partial(_models.pop, number))
+        _models[number] = _Model(opening, end, parameters, self.optimizers)
 
 
-def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Marks copies as outdated after an optimizer step: fused optimizers do not increment version counters.
+def _state_of(module: nn.Module) -> FP8Weights | None:
+    """The state of a module whose forwards read FP8 copies of its weights, None of others."""
+    if "_fp8_weights" not in vars(module):  # not getattr: wrappers hand on attributes
+        holder = next(filter(None, (find(module) for find in holders_of_others)), None)
+        if holder is None:
+            return None
+        module._fp8_weights = FP8Weights(module, holder)  # type: ignore[assignment]
+    weights = weights_of(module)
+    return weights if weights.holder.shares(module) else None
+
+
+#: functions that give the Holder of a module of another library, or None for one that is not known
+holders_of_others: list[Callable[[nn.Module], type[Holder] | None]] = []
+
+
+def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> None:
+    stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if not all(isinstance(p, nn.Parameter) for p in stepped):
+        return  # an engine's, which writes the weights from them
+    known = set(map(id, stepped))
+    for name, w in masters.items():
+        if w.requires_grad and w.is_leaf and id(w) not in known:
+            names = " and ".join(type(o).__name__ for o in optimizers) or "none"
+            raise ValueError(
+                f"optimizer: got {names} without the weight {name} {list(w.shape)}, which requires a "
+                "gradient; wanted all optimizers that step the model's experts, in a list"
+            )
+
+
+# ---- weights that the functions are given
+
+
+class _Given:
+    """The weights of a function's call, in the place of a module's. It refers to them weakly."""
+
+    def __init__(self, weights: dict[str, Tensor], activation: Activation, dropped: Callable[..., Any]):
+        self.weights = {name: weakref.ref(w, dropped) for name, w in weights.items()}
+        self.activation = activation
+
+
+class _OfFunction(Holder):
+    @staticmethod
+    def masters(module: _Given) -> dict[str, Tensor]:
+        return {name: cast(Tensor, w()) for name, w in module.weights.items()}
+
+    @staticmethod
+    def activation(module: _Given) -> Activation:
+        return module.activation
+
+    @staticmethod
+    def operands(module: _Given, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        *first, w2 = masters
+        return first[0] if len(first) == 1 else tuple(first), w2
+
+
+class _Model(NamedTuple):
+    """An open weights_unchanged() context, for functions whose weights are the model's parameters."""
+
+    opening: weakref.ref[Opening]
+    end: Any
+    parameters: dict[int, Tensor]
+    optimizers: Optimizers
+
+
+_models: dict[int, _Model] = {}  # by number
+
+#: w2 -> {(w13's, activation): (weights, their state)} of functions' calls
+_of_functions = WeakIdKeyDictionary()
+
+
+def copies_of_function(
+    w13: Any, w2: Any, activation: Activation, recording: bool, first: bool | None
+) -> tuple[Quantized, Quantized] | None:
+    """The copies that an eager call of a function reads, where an open context or ``first``, its
+    ``is_first_microbatch``, says how long its weights are unchanged; None: it makes its own."""
+    if first is None and not _models and not _of_functions:
+        return None
+    parts = w13 if isinstance(w13, tuple) else (w13,)
+    weights = dict(zip(("w13",) if len(parts) == 1 else ("w1", "w3"), parts, strict=True)) | {"w2": w2}
+    if any(isinstance(w, Quantized) for w in weights.values()):
+        if first is None:
+            return None
+        raise ValueError(f"is_first_microbatch: got {first} with quantised weights; wanted None")
+    covering = [
+        (number, model)
+        for number, model in [*_models.items()]
+        if all(id(w) in model.parameters for w in weights.values())
+    ]
+    states = _of_functions.get(w2)
+    if states is None:
+        if first is None and not covering:
+            return None
+        states = _of_functions[w2] = {}
+    key = (*map(id, parts), activation)
+    if key not in states:
+        given = _Given(weights, activation, partial(states.pop, key))
+        states[key] = given, FP8Weights(given, _OfFunction)
+    _, state = states[key]
+    for number, model in covering:
+        if number not in state.declared and model.opening() is not None:
+            state.declare(model.opening, number, model.optimizers)
+    if first is None and not state.declared and state.copies is None:
+        return None
+    first_codes, second = state.of_forward((w13, w2), activation, recording, first)
+    return first_codes, second
+
+
+def _affected(optimizer: torch.optim.Optimizer) -> Iterator[tuple[FP8Weights, str]]:
+    """The states whose weights an optimizer's step writes, and the step in words.
 
     DeepSpeed, Megatron-LM and Apex step tensors of their own, in float32 or flattened, which are no
     parameters, and write the weights from them through ``.data``. Such a step outdates the copies of all
     weights that require a gradient."""
     # a list of its own, as other threads may add some; with the modules, so that these stay
     states = [(w, w.module) for w in (ref() for ref in _with_copies.valuerefs()) if w is not None]
-    sets = [copies for w, module in states if module is not None and (copies := w.copies) is not None]
-    if not sets:
+    states = [(w, module) for w, module in states if module is not None and w.copies is not None]
+    if not states:
         return
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     written = {id(p) for p in stepped if _may_be_stepped(p)}
     of_an_engine = not all(isinstance(p, nn.Parameter) for p in stepped)
     name = type(optimizer).__name__
-    for copies in sets:
+    for state, _ in states:
+        if (copies := state.copies) is None:
+            continue
         weights = [w for _, w in copies.masters()]
         if not written.isdisjoint(map(id, weights)):
-            copies.overwritten = f"a step of {name}"
+            yield state, f"a step of {name}"
         elif of_an_engine and any(map(_may_be_stepped, weights)):
-            copies.overwritten = (
+            yield (
+                state,
                 f"{engine_of(weights[0])}, where {name} has stepped tensors that are no module's parameters; "
-                "weights that it leaves alone need requires_grad_(False)"
+                "weights that it leaves alone need requires_grad_(False)",
             )
+
+
+def _drop_renewed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Drops copies before a step that the open contexts allow."""
+    for state, _ in _affected(optimizer):
+        renewed = all(d.renewed for d in state.declared.values()) if state.declared else state.holder.renewed
+        if renewed:
+            state.release()
+
+
+def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Marks copies as outdated after a step: fused optimizers do not increment version counters."""
+    for state, step in _affected(optimizer):
+        if (copies := state.copies) is not None:
+            copies.overwritten = step
 
 
 def _may_be_stepped(p: Tensor) -> bool:
@@ -374,6 +599,7 @@ def _may_be_stepped(p: Tensor) -> bool:
     return p.requires_grad or p.grad is not None
 
 
+register_optimizer_step_pre_hook(_drop_renewed)
 register_optimizer_step_post_hook(_mark_outdated)
 
 

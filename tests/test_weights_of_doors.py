@@ -1,0 +1,430 @@
+"""`fp8moe.torch.weights_unchanged` and micro-batches, through every form of the experts in torch: functions,
+transformers' experts, torchtitan's and Megatron's. `FP8FlowMoE` has tests of its own (test_torch_weights)."""
+
+import copy
+import gc
+import io
+import types
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp8moe
+from fp8moe.adapters.torch import weights as torch_weights
+from fp8moe.torch import moe_experts, moe_experts_permuted, weights_unchanged
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+T, H, F, E, K = 37, 256, 128, 4, 2
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def filled(module, device):
+    g = torch.Generator().manual_seed(0)
+    for p in module.parameters():
+        p.data = torch.randn(p.shape, generator=g).to(device) / 16
+    return module
+
+
+class OfFunction(nn.Module):
+    """A user's module around a function."""
+
+    def __init__(self, pair=False, permuted=False):
+        super().__init__()
+        self.pair, self.permuted = pair, permuted
+        if pair:
+            self.w1, self.w3 = (nn.Parameter(torch.empty(E, F, H)) for _ in range(2))
+        else:
+            self.w13 = nn.Parameter(torch.empty(E, 2 * F, H))
+        self.w2 = nn.Parameter(torch.empty(E, H, F))
+
+    def forward(self, x, ids, probs, **options):
+        w13 = (self.w1, self.w3) if self.pair else self.w13
+        if not self.permuted:
+            return moe_experts(x, w13, self.w2, ids, probs, **options)
+        counts = torch.bincount(ids[:, 0], minlength=E)
+        return moe_experts_permuted(x, w13, self.w2, counts, probs[:, 0], **options)
+
+
+def of_transformers(device, interleaved=False):
+    pytest.importorskip("transformers", minversion="5.23")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    import fp8moe.transformers
+
+    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared")
+    config = types.SimpleNamespace(
+        num_experts=E,
+        hidden_size=H,
+        moe_intermediate_size=F,
+        hidden_act="silu",
+        _experts_implementation="fp8moe_shared",
+    )
+    return filled(Qwen3MoeExperts(config), device)
+
+
+def of_torchtitan(device):
+    pytest.importorskip("torchtitan")
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from fp8moe.torchtitan import FP8MoEConverter
+
+    config = RoutedExperts.Config(
+        inner_experts=GroupedExperts.Config(dim=H, hidden_dim=F, num_experts=E),
+        token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
+    )
+    return filled(FP8MoEConverter.Config(recipe="fp8_flow").build().convert(config).build(), device)
+
+
+def of_megatron(device):
+    pytest.importorskip("megatron.core")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from fp8moe import megatron
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=4,
+        num_moe_experts=E,
+        moe_ffn_hidden_size=F,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    one = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = types.SimpleNamespace(ep=one, expt_tp=one, expt_dp=one, tp=one, tp_ep=one)
+    return filled(megatron.FP8FlowExperts(E, config, pg_collection=groups), device)
+
+
+DOORS = {
+    "function": lambda device: filled(OfFunction(), device),
+    "function of a pair": lambda device: filled(OfFunction(pair=True), device),
+    "function of permuted rows": lambda device: filled(OfFunction(permuted=True), device),
+    "transformers": of_transformers,
+    "torchtitan": of_torchtitan,
+    "megatron": of_megatron,
+}
+
+
+@pytest.fixture(params=DOORS)
+def door(request, device):
+    return DOORS[request.param](device)
+
+
+def inputs(door, seed=None):
+    """(x, ids, probs), x in the order of experts where the form takes permuted rows."""
+    g = torch.Generator()
+    g.seed() if seed is None else g.manual_seed(seed)
+    device = next(door.parameters()).device
+    x, ids = torch.randn(T, H, generator=g), torch.rand(T, E, generator=g).topk(K).indices
+    if getattr(door, "permuted", False):
+        ids = ids.sort(dim=0).values
+    return [t.to(device) for t in (x.bfloat16(), ids, torch.rand(T, K, generator=g))]
+
+
+def forward(door, x, ids, probs, **options):
+    if type(door).__name__ == "FP8RoutedExperts":
+        return door(x[None], probs[None], ids[None], None)[0]
+    if type(door).__name__ == "FP8FlowExperts":
+        return door(x, None, probs, topk_ids=ids)[0]
+    return door(x, ids, probs, **options)
+
+
+def fresh(door, x, ids, probs):
+    """Of other tensors of the same values, which nobody has declared unchanged."""
+    w = {n.split(".")[-1]: p.detach().clone() for n, p in door.named_parameters()}
+    w2 = next(v for n, v in w.items() if n in ("w2", "down_proj", "w2_EDF", "weight2"))
+    first = [w[n] for n in ("w13", "gate_up_proj", "weight1", "w1", "w1_EFD", "w3", "w3_EFD") if n in w]
+    w13 = first[0] if len(first) == 1 else tuple(first)
+    if getattr(door, "permuted", False):
+        return moe_experts_permuted(x, w13, w2, torch.bincount(ids[:, 0], minlength=E), probs[:, 0])
+    return moe_experts(x, w13, w2, ids, probs)
+
+
+def assert_fresh(door):
+    x = inputs(door)
+    for guard in (torch.no_grad, torch.enable_grad):
+        with guard():
+            assert torch.equal(forward(door, *x), fresh(door, *x))
+
+
+def micro_batch(door, seed=None):
+    forward(door, *inputs(door, seed)).float().square().sum().backward()
+
+
+def casts_of(call):
+    with fp8moe.trace() as traced:
+        call()
+    return traced.weight_casts
+
+
+def multiply_data(door, optimizer):
+    for p in door.parameters():
+        p.data.mul_(1.5)
+
+
+def multiply_in_place(door, optimizer):
+    with torch.no_grad():
+        torch._foreach_mul_([*door.parameters()], 1.5)
+
+
+def other_data(door, optimizer):
+    for p in door.parameters():
+        new = p.detach() * 1.5
+        p.data = torch.empty(0, device=p.device)
+        p.data = new
+
+
+def by_another_library(door, optimizer):
+    for p in door.parameters():
+        w = p.detach()
+        array = w.numpy() if w.device.type == "cpu" else pytest.importorskip("cupy").from_dlpack(w)
+        array *= np.float32(1.5)
+
+
+def load(door, optimizer):
+    door.load_state_dict(
+        {k: v * 1.5 for k, v in door.state_dict().items() if isinstance(v, torch.Tensor)}, strict=False
+    )
+
+
+def step(door, optimizer):
+    micro_batch(door)
+    optimizer.step()
+
+
+DETECTED = {"in place": multiply_in_place, "other data": other_data, "load_state_dict": load, "a step": step}
+WRITERS = DETECTED | {".data": multiply_data, "another library": by_another_library}
+
+
+def fused(door):
+    return torch.optim.AdamW(door.parameters(), lr=0.05, fused=True)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_weights_written_by_any_means_are_quantised_again(door, write):
+    optimizer = fused(door)
+    assert_fresh(door)
+    with weights_unchanged(nn.Sequential(door)):
+        micro_batch(door)
+    WRITERS[write](door, optimizer)
+    assert_fresh(door)
+    with weights_unchanged(door):
+        assert_fresh(door)
+    WRITERS[write](door, optimizer)
+    assert_fresh(door)
+
+
+def test_micro_batches_share_copies(door):
+    """Four micro-batches make one set of copies, and the gradients of four."""
+    other = copy.deepcopy(door)
+    with weights_unchanged(other):
+        pass
+    for turn in range(2):
+        with weights_unchanged(nn.ModuleDict({"a": door})):
+            assert casts_of(lambda: [micro_batch(door, i) for i in range(4)]) <= 2
+        assert casts_of(lambda: [micro_batch(other, i) for i in range(4)]) == 8
+        for p, q in zip(door.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad) and p.grad.abs().sum() > 0
+        for d in (door, other):
+            fused(d).step()
+            d.zero_grad()
+    assert_fresh(door)
+
+
+@pytest.mark.parametrize("write", DETECTED)
+def test_detected_changes_in_a_context_raise(door, write):
+    with weights_unchanged(door):
+        micro_batch(door)
+        DETECTED[write](door, fused(door))
+        for guard in (torch.enable_grad, torch.no_grad):
+            with (
+                guard(),
+                pytest.raises(RuntimeError, match="got changed weights although they were declared"),
+            ):
+                forward(door, *inputs(door))
+    assert_fresh(door)
+
+
+def test_a_context_around_a_training_loop(door):
+    """With the optimizer in it, copies are dropped before each step and made in the first forward after."""
+    optimizer = fused(door)
+    with weights_unchanged(door, optimizer=optimizer):
+        for _ in range(3):
+            casts = casts_of(lambda: [micro_batch(door) for _ in range(3)])
+            assert casts <= 2
+            optimizer.step()
+            assert not any(w.copies for w in torch_weights._with_copies.values() if w.module is not None)
+            x = inputs(door)
+            with torch.no_grad():
+                assert torch.equal(forward(door, *x), fresh(door, *x))
+        multiply_in_place(door, optimizer)
+        with pytest.raises(RuntimeError, match="got changed weights although"):
+            forward(door, *inputs(door))
+    assert_fresh(door)
+
+
+def test_an_optimizer_of_other_weights_is_refused(door):
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    with pytest.raises(ValueError, match="optimizer: got SGD without the weight"):
+        with weights_unchanged(door, optimizer=other):
+            forward(door, *inputs(door))
+    with pytest.raises(TypeError, match="optimizer: got str; wanted a torch.optim.Optimizer"):
+        weights_unchanged(door, optimizer="AdamW")
+    first, *rest = door.parameters()
+    optimizers = [torch.optim.SGD([first], lr=1.0), torch.optim.SGD(rest, lr=1.0)]
+    with weights_unchanged(door, optimizer=optimizers):
+        micro_batch(door)
+        optimizers[1].step()
+        assert torch.equal(forward(door, *(x := inputs(door))), fresh(door, *x))
+
+
+def test_copies_of_a_door_are_its_own(door):
+    """deepcopy and pickle within a context; neither takes the original's codes."""
+    with weights_unchanged(door):
+        micro_batch(door)
+        copied = copy.deepcopy(door)
+        others = [copied]
+        if not type(door).__module__.startswith(("megatron", "fp8moe.adapters.megatron")):  # groups
+            file = io.BytesIO()
+            torch.save(door, file)
+            file.seek(0)
+            others.append(torch.load(file, weights_only=False))
+        for other in others:
+            with torch.no_grad():
+                for p in other.parameters():
+                    p.mul_(1.5)
+            assert_fresh(other)
+            with weights_unchanged(other):
+                assert_fresh(other)
+        assert_fresh(door)
+
+
+def test_copies_are_released_with_the_context(door):
+    with weights_unchanged(door):
+        micro_batch(door)
+        copies = [w.copies for w in torch_weights._with_copies.values() if w.copies is not None]
+        alive = weakref.ref(copies[-1])
+        del copies
+    gc.collect()
+    assert alive() is None
+    assert not torch_weights._models
+
+
+@pytest.mark.parametrize("kind", ["function", "function of a pair", "function of permuted rows"])
+def test_is_first_microbatch_of_functions(device, kind):
+    door = DOORS[kind](device)
+    x = inputs(door)
+    with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
+        forward(door, *x, is_first_microbatch=False)
+    for _ in range(2):
+        assert casts_of(lambda: forward(door, *x, is_first_microbatch=True).sum().backward()) == 2
+        assert casts_of(lambda: forward(door, *x, is_first_microbatch=False).sum().backward()) == 0
+        assert torch.equal(forward(door, *x, is_first_microbatch=False), fresh(door, *x))
+        fused(door).step()
+        with pytest.raises(RuntimeError, match="got changed weights"):
+            forward(door, *x, is_first_microbatch=False)
+        multiply_data(door, None)
+    for options, other in (({"recipe": "bf16"}, "recipe 'bf16'"), ({"fp8_weights": 0}, "fp8_weights")):
+        with pytest.raises(ValueError, match=f"is_first_microbatch: got True with {other}"):
+            forward(door, *x, is_first_microbatch=True, **options)
+    states = len(torch_weights._of_functions)
+    del door
+    gc.collect()
+    assert len(torch_weights._of_functions) == states - 1
+
+
+def test_megatrons_schedules(device):
+    """Its schedules set is_first_microbatch; steps and writes in between are noticed."""
+    door = of_megatron(device)
+    model = types.SimpleNamespace(config=door.config, modules=lambda: [door])
+    set_first = type(door).set_is_first_microbatch
+    optimizer = fused(door)
+    assert casts_of(lambda: [micro_batch(door) for _ in range(2)]) == 4
+    for _ in range(2):
+        set_first(model)
+        assert casts_of(lambda: [micro_batch(door) for _ in range(3)]) == 2
+        multiply_data(door, optimizer)
+        set_first(model)
+        assert_fresh(door)
+        optimizer.step()
+        assert_fresh(door)
+        assert casts_of(lambda: micro_batch(door)) == 0
+        multiply_in_place(door, optimizer)
+        assert_fresh(door)
+
+
+def test_a_callback_of_transformers_trainer():
+    """Losses and weights of a Trainer with accumulation are, bit for bit, those with copies made each time."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    import fp8moe.transformers
+
+    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"num_attention_heads": 2, "num_hidden_layers": 2, "head_dim": 32, "num_key_value_heads": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, vocab_size=64, intermediate_size=64)
+    torch.manual_seed(0)
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (24, 8))]
+
+    def train(callbacks, folder):
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="fp8moe_shared")
+        options = {"max_steps": 3, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}
+        options |= {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 3}
+        arguments = transformers.TrainingArguments(folder, save_strategy="no", **options)
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+        with fp8moe.trace() as traced:
+            trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return losses, traced.weight_casts, model.state_dict()
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        shared = train([fp8moe.transformers.FP8WeightsCallback()], folder)
+        alone = train([], folder)
+    assert shared[0] == alone[0] and len(shared[0]) == 3
+    assert (shared[1], alone[1]) == (3 * 2 * 2, 3 * 4 * 2 * 2)
+    assert all(torch.equal(w, alone[2][n]) for n, w in shared[2].items())
+    assert not torch_weights._models
+
+
+def test_torchtitans_steps(device):
+    """In its Trainer the micro-batches of a step share copies."""
+    door = of_torchtitan(device)
+    trainer_module = pytest.importorskip("torchtitan.trainer")
+    from fp8moe.adapters import torchtitan as adapter
+
+    original = trainer_module.Trainer.train_step
+    try:
+        adapter._shares_within_steps()
+        optimizer = fused(door)
+        step_alone, calls = trainer_module.Trainer.train_step.__wrapped__, []
+        assert step_alone is original or step_alone.__module__.startswith("torchtitan")
+
+        def accumulate(trainer, batches):
+            calls.append(casts_of(lambda: [micro_batch(door) for _ in range(batches)]))
+            optimizer.step()
+            assert_fresh(door)
+
+        trainer_module.Trainer.train_step = accumulate
+        adapter._shares_within_steps()
+        trainer = types.SimpleNamespace(model_parts=[nn.Sequential(door)], optimizers=optimizer)
+        for _ in range(2):
+            trainer_module.Trainer.train_step(trainer, 3)
+            assert_fresh(door)
+        assert calls == [0, 0]  # made on entry
+    finally:
+        trainer_module.Trainer.train_step = original
