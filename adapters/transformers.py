@@ -122,7 +122,7 @@ def enable(
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
             super().__init__(experts, ep_mesh, tp_mesh)
             self._experts = experts
-            experts._fp8moe_implementation = name
+            vars(experts)["_fp8moe_implementation"] = name
             self._comm = ProcessGroup(ep_mesh.get_group())
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
 
     From the first micro-batch of a step (``gradient_accumulation_steps``) until the optimizer's step, the
     model is in `fp8moe.torch.weights_unchanged`. The losses are, bit for bit, those without it. Copies, of
-    two bytes a weight, are held meanwhile; weights that FSDP gathers are among them, whole. Experts with PEFT's
-    ``target_parameters``, which compute a weight anew at each access, make copies in each forward as before.
+    two bytes a weight, are held meanwhile; weights that FSDP gathers are among them, whole. Experts with
+    PEFT's ``target_parameters``, which compute a weight anew at each access, make copies in each forward.
 
     Examples
     --------
@@ -245,8 +245,8 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
     first, number = next((name, len(w)) for name, w in masters.items())
     if number != getattr(experts, "num_experts", number):  # ids beyond w13 would mean no expert
         raise ValueError(
-            f"{first}: got {number} experts; wanted {experts.num_experts}, the module's num_experts; set that "
-            "where experts are removed, and remove them from the router as well"
+            f"{first}: got {number} experts; wanted {experts.num_experts}, the module's num_experts; set "
+            "that where experts are removed, and remove them from the router as well"
         )
     w13, w2 = _OfExperts.operands(experts, [*masters.values()])
     bias13, bias2 = None, None

@@ -7,6 +7,7 @@ import io
 import types
 import warnings
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -232,12 +233,13 @@ def test_micro_batches_share_copies(door):
     other = copy.deepcopy(door)
     with weights_unchanged(other):
         pass
-    for turn in range(2):
+    for _ in range(2):
         with weights_unchanged(nn.ModuleDict({"a": door})):
             assert casts_of(lambda: [micro_batch(door, i) for i in range(4)]) <= 2
         assert casts_of(lambda: [micro_batch(other, i) for i in range(4)]) == 8
         for p, q in zip(door.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad) and p.grad.abs().sum() > 0
+            assert torch.equal(p.grad, q.grad)
+            assert p.grad.abs().sum() > 0
         for d in (door, other):
             fused(d).step()
             d.zero_grad()
@@ -278,10 +280,10 @@ def test_a_context_around_a_training_loop(door):
 
 def test_an_optimizer_of_other_weights_is_refused(door):
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
-    with pytest.raises(ValueError, match="optimizer: got SGD without the weight"):
-        with weights_unchanged(door, optimizer=other):
-            forward(door, *inputs(door))
-    with pytest.raises(TypeError, match="optimizer: got str; wanted a torch.optim.Optimizer"):
+    message = "optimizer: got SGD without the weight"
+    with pytest.raises(ValueError, match=message), weights_unchanged(door, optimizer=other):
+        forward(door, *inputs(door))
+    with pytest.raises(TypeError, match=r"optimizer: got str; wanted a torch\.optim\.Optimizer"):
         weights_unchanged(door, optimizer="AdamW")
     first, *rest = door.parameters()
     optimizers = [torch.optim.SGD([first], lr=1.0), torch.optim.SGD(rest, lr=1.0)]
@@ -329,9 +331,13 @@ def test_is_first_microbatch_of_functions(device, kind):
     x = inputs(door)
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
         forward(door, *x, is_first_microbatch=False)
+
+    def backward(door, first):
+        forward(door, *x, is_first_microbatch=first).sum().backward()
+
     for _ in range(2):
-        assert casts_of(lambda: forward(door, *x, is_first_microbatch=True).sum().backward()) == 2
-        assert casts_of(lambda: forward(door, *x, is_first_microbatch=False).sum().backward()) == 0
+        assert casts_of(partial(backward, door, True)) == 2
+        assert casts_of(partial(backward, door, False)) == 0
         assert torch.equal(forward(door, *x, is_first_microbatch=False), fresh(door, *x))
         fused(door).step()
         with pytest.raises(RuntimeError, match="got changed weights"):
@@ -367,7 +373,7 @@ def test_megatrons_schedules(device):
 
 
 def test_a_callback_of_transformers_trainer():
-    """Losses and weights of a Trainer with accumulation are, bit for bit, those with copies made each time."""
+    """Losses and weights of a Trainer with accumulation are those with copies made each time."""
     transformers = pytest.importorskip("transformers", minversion="5.23")
     import fp8moe.transformers
 
@@ -395,7 +401,8 @@ def test_a_callback_of_transformers_trainer():
     with tempfile.TemporaryDirectory() as folder:
         shared = train([fp8moe.transformers.FP8WeightsCallback()], folder)
         alone = train([], folder)
-    assert shared[0] == alone[0] and len(shared[0]) == 3
+    assert shared[0] == alone[0]
+    assert len(shared[0]) == 3
     assert (shared[1], alone[1]) == (3 * 2 * 2, 3 * 4 * 2 * 2)
     assert all(torch.equal(w, alone[2][n]) for n, w in shared[2].items())
     assert not torch_weights._models

@@ -337,7 +337,7 @@ def _kept(
     masters = [*(weights[0] if isinstance(weights[0], tuple) else weights[:1]), weights[1]]
     tensors = [t for t in (x, probs, *masters) if isinstance(t, Tensor)]
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return copies_of_function(*weights, options.activation, recording, first)
+    return copies_of_function(weights[0], weights[1], options.activation, recording, first)
 
 
 def apply_experts(

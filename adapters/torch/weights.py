@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -502,7 +502,7 @@ class _Model(NamedTuple):
 
     opening: weakref.ref[Opening]
     end: Any
-    parameters: dict[int, Tensor]
+    parameters: Mapping[int, Tensor]
     optimizers: Optimizers
 
 
@@ -588,9 +588,9 @@ def _drop_renewed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Marks copies as outdated after a step: fused optimizers do not increment version counters."""
-    for state, step in _affected(optimizer):
+    for state, by in _affected(optimizer):
         if (copies := state.copies) is not None:
-            copies.overwritten = step
+            copies.overwritten = by
 
 
 def _may_be_stepped(p: Tensor) -> bool:
