@@ -21,10 +21,10 @@ import torch
 import fp8moe
 import fp8moe.torch
 from fp8moe.adapters.torch.library import OPERATORS
+from fp8moe.kernels_cuda.runtime.replay import Plan
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
-# functions of kernels_cuda/runtime/launch.py that call the driver
-LAUNCHERS = ("launch_packed", "launch_with_tensor_maps", "fill_memory")
+LAUNCHER = Plan.run.__code__  # the function that has the driver make launches
 LOADERS = ("load_kernel", "load_numba_kernel")  # functions of kernels_cuda that compile and load kernels
 
 
@@ -49,7 +49,7 @@ class Counter:
                 self.loading_calls += 1
                 return
             self.names.append(code.co_filename)
-            if code.co_name in LAUNCHERS:
+            if code is LAUNCHER:
                 self.last = len(self.names)
 
     def row(self) -> str:

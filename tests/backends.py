@@ -6,7 +6,9 @@ documents; a GPU takes CuPy arrays. A test that asks for ``backend`` runs on all
 results of the reference and of a backend.
 """
 
+import functools
 import importlib.util
+import math
 
 import cuda_on_cpu
 import pytest
@@ -14,6 +16,8 @@ from cases import poison
 
 import fp8moe
 from fp8moe.records import DeviceArray
+from fp8moe.runtime import dispatch
+from fp8moe.runtime.interop.cupy import Cupy
 from fp8moe.runtime.record_trees import map_arrays
 
 
@@ -68,17 +72,40 @@ class Gpu:
     def start(self, monkeypatch):
         """All device memory that the library allocates for outputs is poisoned."""
         cupy = pytest.importorskip("cupy")
+
+        def fill(framework, address, dtype, nbytes, device):
+            if nbytes:
+                with cupy.cuda.Device(device):
+                    stream = framework.stream(device)
+                    cupy.cuda.runtime.memsetAsync(address, poison(dtype), nbytes, stream)
+
+        def poisoned_array(framework, make, device, shape, dtype):
+            array = make()
+            nbytes = math.prod(shape) * dtype.itemsize
+            fill(framework, framework.address(array), dtype, nbytes, device)
+            return array
+
+        dispatch.clear_recordings()  # which allocate as before
         for kind in {type(f) for f in fp8moe.runtime.interop.FRAMEWORKS.values()}:
             if "empty" not in vars(kind):
                 continue
+            if kind is Cupy:  # whose recordings allocate without ``empty``
+
+                def prepare(self, device, arrays, prepare=kind.prepare):
+                    arrays = [*arrays]
+                    stream, makers = prepare(self, device, arrays)
+                    return stream, [
+                        functools.partial(poisoned_array, self, make, device, shape, dtype)
+                        for make, (shape, dtype, _) in zip(makers, arrays, strict=True)
+                    ]
+
+                monkeypatch.setattr(kind, "prepare", prepare)
 
             def poisoned(self, spec, device, empty=kind.empty):
                 raw = empty(self, spec, device)
-                on_device = isinstance(raw, DeviceArray) and device != fp8moe.runtime.dispatch.NOWHERE
-                if on_device and raw.nbytes:
-                    with cupy.cuda.Device(device):
-                        byte, stream = poison(raw.dtype), self.stream(device)
-                        cupy.cuda.runtime.memsetAsync(raw.ptr, byte, raw.nbytes, stream)
+                on_device = isinstance(raw, DeviceArray) and device != dispatch.NOWHERE
+                if on_device:
+                    fill(self, raw.ptr, raw.dtype, raw.nbytes, device)
                 return raw
 
             monkeypatch.setattr(kind, "empty", poisoned)

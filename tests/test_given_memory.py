@@ -211,7 +211,7 @@ def test_a_call_that_reads_or_writes_from_the_host(on_cpu, monkeypatch):
         result = run(memory, [x])
         np.testing.assert_array_equal(result[:3], x[:3])
         np.testing.assert_array_equal(result[4:9], x[3:])
-        assert memory.devices[0].recording is None
+        assert memory.devices[0].plan is None
     assert GivenMemory(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
     monkeypatch.setenv("FP8MOE_CHECK", "1")
     assert not GivenMemory(
@@ -224,9 +224,9 @@ def test_threads_that_make_a_plan_at_once_use_the_same(monkeypatch):
     pytest.importorskip("cupy")
     cuda_on_cpu.install(monkeypatch)
     launch, used = importlib.import_module("fp8moe.kernels_cuda.runtime.launch"), []
-    kernel = SimpleNamespace(shared=1 << 20, parameters="")
+    kernel = SimpleNamespace(shared=1 << 20, parameters=None, ptr=1, name="")
     monkeypatch.setattr(launch, "load_kernel", lambda *arguments: kernel)
-    monkeypatch.setattr(launch, "run_steps", lambda steps, *arguments: used.append(steps))
+    monkeypatch.setattr(launch.Plan, "run", lambda plan, *arguments: used.append(plan))
     both, make_plan = threading.Barrier(2, timeout=30), GivenMemory._record
 
     def make_at_once(self, device):
@@ -244,4 +244,4 @@ def test_threads_that_make_a_plan_at_once_use_the_same(monkeypatch):
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(run, range(2)))
-    assert [id(steps) for steps in used] == [id(memory.devices[0].recording._steps)] * 2
+    assert used == [memory.devices[0].plan] * 2

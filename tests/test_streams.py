@@ -6,6 +6,7 @@ from backends import GPU
 from cases import BF16, same_bits, values
 
 import fp8moe
+from fp8moe.runtime import dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_outputs")]
 
@@ -42,12 +43,14 @@ def test_launches_wait_for_each_other(monkeypatch, captured):
         )
 
     with monkeypatch.context() as context:
+        dispatch.clear_recordings()
         context.setattr(driver, "has_dependent_launch", lambda device: False)
         wanted = []
         for each in xs:
             x[...] = each
             wanted.append(chain())
             cupy.cuda.Device().synchronize()
+    dispatch.clear_recordings()  # which do without, too
     actual = []
     with cupy.cuda.Stream(non_blocking=True) as stream:
         other = cupy.cuda.Stream(non_blocking=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,7 @@ from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
 from fp8moe.runtime.disk_cache import make_folder, read_entry, write_entry
+from fp8moe.runtime.workers import Task, Workers
 
 
 class _PrivateFolder:
@@ -113,3 +117,39 @@ def compiled(function: Callable[..., Any]) -> Any:
     except Exception as error:
         _warn_of_cache(error)
     return dispatcher
+
+
+class Loop:
+    """A loop that Python runs until a thread has compiled it, or has loaded it from the cache.
+
+    run: the loop as it can be called now.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        self.run, self.compiled = function, compiled(function)
+        self.task: Task | None = None
+        self._starting = threading.Lock()
+
+    def compile(self, *arguments: Any) -> None:
+        """Have a thread compile the loop, once, by a call with such arguments."""
+        if self.task is not None:
+            return
+        with self._starting:
+            if self.task is None:
+                self.task = Workers().submit(1, self._compile, arguments)
+                # a process that ends, or is copied, must not leave Numba's lock held by a thread that is gone
+                atexit.register(self.task.wait)
+                if hasattr(os, "register_at_fork"):
+                    os.register_at_fork(before=self.task.wait)
+
+    def _compile(self, arguments: Any) -> None:
+        try:
+            self.compiled(*arguments)
+            self.run = self.compiled
+        except Exception as error:
+            warnings.warn(
+                f"fp8moe: Numba does not compile {self.run.__name__} ({error}); Python runs it, which takes "
+                "more of the host's time",
+                RuntimeWarning,
+                stacklevel=1,
+            )

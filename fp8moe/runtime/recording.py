@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,11 +60,9 @@ class DryRun(Call):
     buffers: shape and dtype of each buffer. scratch_buffers: those that a launcher asked for.
     counters: zeroed integers in one of them that no launch has taken yet.
     made: what launchers make once per recording, by key; alive until the end of the call.
-    steps: n for the allocation of buffer n, ~n for its release; a launch is (function, fixed arguments,
-        values, places), where places are the addresses among the values: (index, buffer, offset in bytes).
+    steps: n for the allocation of buffer n, ~n for its release; a `Step` for each launch and memset.
     events: what `fp8moe.trace` counts. uploads: whether the call copies something from the host.
     argument_of: by the id of the raw form of an argument that holds arrays: its index, from the end.
-    returned: the buffers that are in the result.
     overwritten: (buffer, offset in bytes) of each array that `count_overwrite` was called for.
     """
 
@@ -85,7 +83,6 @@ class DryRun(Call):
         self.events: list[tuple[str, Any]] = []
         self.uploads = False
         self.argument_of: dict[int, int] = {}
-        self.returned: set[int] = set()
         self.overwritten: list[tuple[int, int]] = []
         self.inputs: list[DeviceArray] = []
         for shape, dtype, align in described:
@@ -143,8 +140,9 @@ class DryRun(Call):
     def depends_on_values(self) -> None:
         raise NotRecordable
 
-    def getters(self, values: Iterable[Any]) -> list[Getter]:
-        """For each value, a function that gets it from a list of the call's buffers and arguments."""
+    def getters(self, values: Iterable[Any], places: dict[int, tuple[int, int]]) -> list[Getter]:
+        """For each value, a function that gets it from a list of the call's arrays and arguments. places: by
+        the number of a buffer, its index in the list first."""
         getters: list[Getter] = []
         for value in values:
             if id(value) in self.argument_of:
@@ -153,19 +151,18 @@ class DryRun(Call):
                 number = int(value.owner)
                 if value.start or tuple(value.shape) != tuple(self.buffers[number][0]):
                     raise NotRecordable
-                self.returned.add(number)
-                getters.append(itemgetter(number))
+                getters.append(itemgetter(places[number][0]))
             elif isinstance(value, Record):
                 fields, variable = dict(vars(value)), {}
                 for name, part in vars(value).items():
                     if type(part) not in METADATA_TYPES and not (type(part) is tuple and is_metadata(part)):
                         fields[name], variable[name] = None, part  # the fields stay in their order
-                parts = list(zip(variable, self.getters(variable.values()), strict=True))
+                parts = list(zip(variable, self.getters(variable.values(), places), strict=True))
                 getters.append(partial(_new_record, type(value), fields, parts))
             elif is_metadata(value):
                 getters.append(partial(_constant, value))
             elif isinstance(value, tuple):
-                getters.append(partial(_new_tuple, self.getters(value)))
+                getters.append(partial(_new_tuple, self.getters(value, places)))
             else:
                 raise NotRecordable
         return getters
@@ -192,50 +189,71 @@ def _constant(value: Any, values: list[Any]) -> Any:
 # ---------------------------------------------------------------- replay
 
 
+#: bytes of temporaries up to which a recording allocates everything before its first launch
+TOGETHER = 64 << 20
+
+
+class _Part(NamedTuple):
+    """What a recording does before it allocates again. wanted: arrays to allocate. steps: launches after
+    that. released: indices of arrays to release then."""
+
+    wanted: list[Wanted]
+    steps: list[Any]
+    released: list[int]
+
+
 class Recording:
     """A call that can be repeated on other arrays of the same shapes, dtypes and alignments. It holds no
-    memory and never changes: threads share it."""
+    memory and never changes: threads share it.
 
-    def __init__(
-        self,
-        call: DryRun,
-        result: Any = None,
-        written: Sequence[int] = (),
-        places: Sequence[tuple[int, int]] | None = None,
-    ):
-        """written: the inputs that the call writes to. places: for given memory, where each buffer lies:
-        (index of an address, offset in bytes); None: the framework of the call allocates. Raises
-        NotRecordable."""
-        self._device, self._run_steps = call.device, cuda_launch().run_steps
-        self._steps: list[Any] = []
-        if places is not None:
-            for step in call.steps:
-                if type(step) is tuple:
-                    *launch, at = step
-                    moved = [(i, places[b][0], places[b][1] + offset) for i, b, offset in at]
-                    self._steps.append((*launch, moved))
-            return
+    Everything is allocated before the first launch, and temporaries share one workspace, unless it is larger
+    than `TOGETHER`. Such a call, whose kernels take longer than the host, allocates and releases in between:
+    all at once would be up to 69 % more memory for a layer.
+    """
+
+    def __init__(self, call: DryRun, result: Any, written: Sequence[int]):
+        """written: the inputs that the call writes to. Raises NotRecordable."""
         self._held = result  # its buffers would log their release
-        (self._result,) = call.getters((result,))
-        first, framework, wanted = len(call.inputs), call.framework, list[Wanted]()
-        for number, (shape, dtype) in enumerate(call.buffers):
-            wanted.append((shape, dtype, number not in call.returned))
-        self._stream, makers = framework.prepare(int(call.device), wanted[first:])
+        first, framework, launch = len(call.inputs), call.framework, cuda_launch()
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in call.buffers]
+        returned = {int(a.owner) for a in arrays_in(result) if type(a) is DeviceArray}
+        offsets, size = _pack(call.steps, sizes, returned)
+        together = size <= TOGETHER
+        parts, number = [_Part([], [], [])], first
+        places = {n: (n, 0) for n in range(first)}  # of each buffer: the index of its array, and an offset
+        if together and size:
+            parts[0].wanted.append(((size,), np.dtype(np.uint8), True))
+            number += 1
         for step in call.steps:
-            if type(step) is tuple:
-                self._steps.append(step)
-            elif step >= 0:
-                self._steps.append((None, makers[step - first], step, 0 not in wanted[step][0]))
+            part = parts[-1]
+            if type(step) is not int:
+                part.steps.append(step)
+            elif together and max(step, ~step) not in returned:
+                places[max(step, ~step)] = first, offsets[max(step, ~step)]
+            elif step < 0:
+                part.released.append(places[~step][0])
             else:
-                self._steps.append((None, None, ~step, False))
-        self._num_inputs, self._num_allocated, self._events = first, len(wanted) - first, call.events
-        self._overwritten, self._count_in_framework = call.overwritten, framework.overwritten
-        self._address, self._wrap = framework.address, framework.wrap
-        self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
+                if not together and (part.steps or part.released):
+                    parts.append(part := _Part([], [], []))
+                part.wanted.append((*call.buffers[step], step not in returned))
+                places[step] = number, 0
+                number += 1
+        device = int(call.device)
+        self._stream, makers = framework.prepare(device, [array for part in parts for array in part.wanted])
+        each, self._parts = iter(makers), list[Any]()
+        for wanted, steps, released in parts:
+            allocated = [(make, 0 not in shape) for (shape, *_), make in zip(wanted, each, strict=False)]
+            plan = launch.Plan(steps, device, places.__getitem__) if steps else None
+            self._parts.append((allocated, plan, released))
+        self._device, self._run_at, self._events = device, launch.run_at, call.events
+        self._num_inputs = first
+        self._overwritten = [(places[n][0], places[n][1] + start) for n, start in call.overwritten]
+        self._address, self._wrap, self._count_in = framework.address, framework.wrap, framework.overwritten
+        self._to_wrap = [places[n][0] for n in returned if n >= first and not framework.allocates_results]
+        (self._result,) = call.getters((result,), places)
         #: every input that is written to with every other input, and their sizes in bytes; each pair once
         self.pairs: list[tuple[int, int, int, int]] = []
         for i in written:
-            sizes = [math.prod(s) * d.itemsize for s, d in call.buffers[:first]]
             others = [j for j in range(first) if j > i or j not in written]
             self.pairs += [(i, sizes[i], j, sizes[j]) for j in others]
 
@@ -246,27 +264,15 @@ class Recording:
                 return False
         return True
 
-    def run(
-        self,
-        addresses: list[int],
-        arrays: list[Any] | None = None,
-        given: Sequence[Any] = (),
-        stream: int | None = None,
-    ) -> Any:
-        """Do the call again. ``arrays``: those in the arguments ``given``, at ``addresses``; both lists are
-        extended by what the call allocates, on the framework's stream. None: ``addresses`` are those of
-        ``places``; nothing is allocated, counted or returned."""
-        if arrays is None:
-            self._run_steps(self._steps, [], addresses, None, self._device, stream)
-            return None
+    def run(self, addresses: list[int], arrays: list[Any], given: Sequence[Any]) -> Any:
+        """Do the call again. arrays: those in the arguments ``given``, at ``addresses``; both lists are
+        extended by what the call allocates, on the framework's stream."""
         for number, start in self._overwritten:
             if number < self._num_inputs:  # before the launches: an interrupt may come after them
                 count_overwrite((self._device, addresses[number] + start))
-                self._count_in_framework(arrays[number])
-        arrays += [None] * self._num_allocated
-        addresses += [0] * self._num_allocated
-        if self._steps:
-            self._run_steps(self._steps, arrays, addresses, self._address, self._device, self._stream())
+                self._count_in(arrays[number])
+        stream = self._stream()
+        self._run_at((self._device, stream, None, None), self._launch, addresses, arrays, stream)
         for count in counters.counting():
             for event in self._events:
                 count(event)
@@ -277,6 +283,22 @@ class Recording:
             arrays[number] = self._wrap(arrays[number])
         arrays += given
         return self._result(arrays)
+
+    def _launch(self, addresses: list[int], arrays: list[Any], stream: int) -> None:
+        for allocated, plan, released in self._parts:
+            for make, has_elements in allocated:
+                arrays.append(make())  # the only reference, so that its release frees it
+                address = self._address(arrays[-1])
+                if has_elements and not address:
+                    raise TypeError(
+                        f"a result: got a {type(arrays[-1]).__name__} without memory from the caller's "
+                        "framework; call this outside of FakeTensorMode, or through fp8moe.torch"
+                    )
+                addresses.append(address)
+            if plan is not None:
+                plan.run(addresses, stream)
+            for number in released:
+                arrays[number] = None
 
 
 def record(
@@ -351,7 +373,7 @@ class GivenMemory:
         self.aliases = {n: i for n, i in number_of.items() if n < inputs}
         self.leaves = [number_of.get(n, ~n) for n in buffers]
         self.only_launches = not call.uploads and not checks.reads_values()
-        offsets, size = _pack(call.steps, specs, made)
+        offsets, size = _pack(call.steps, [spec.nbytes for spec in specs], made)
         #: of each buffer: the number of the array among arguments and outputs that it lies in, and its offset
         self._places = [
             (inputs + number_of[n], 0) if n in made else (n if n < inputs else inputs + len(made), offsets[n])
@@ -379,13 +401,13 @@ class GivenMemory:
         # one, also where two threads make it at once: graphs captured with it use its scratch memory
         there = self.devices.get(device) or self.devices.setdefault(device, self._record(device))
         addresses = [address_of(arrays[i]) for i in there.needed]
-        if there.recording is None or functools.reduce(operator.or_, addresses, 0) & 15:
+        if there.plan is None or functools.reduce(operator.or_, addresses, 0) & 15:
             self._run_now([address_of(a) for a in arrays], device, stream)
             return
         with there.one_at_a_time:
             if there.scratch:
                 addresses.append(there.memory_on(device, stream))
-            there.recording.run(addresses, stream=stream)
+            cuda_launch().run_at((device, stream, None, None), there.plan.run, addresses, stream)
 
     def _record(self, device: int) -> OnDevice:
         """Record what is launched."""
@@ -404,11 +426,11 @@ class GivenMemory:
                 scratch += _rounded(ArraySpec(*buffer).nbytes)
             else:
                 places.append(next(following))
-        launches = [step for step in call.steps if type(step) is tuple]
-        needed = sorted({places[b][0] for *_, at in launches for _, b, _ in at} - {-1})
+        launches = [step for step in call.steps if type(step) is not int]
+        needed = sorted({places[b][0] for step in launches for _, b, _ in step.places} - {-1})
         index = {**{a: i for i, a in enumerate(needed)}, -1: len(needed)}
-        indexed = [(index.get(array, -1), offset) for array, offset in places]
-        return OnDevice(Recording(call, places=indexed), needed, scratch)
+        plan = cuda_launch().Plan(launches, device, lambda n: (index[places[n][0]], places[n][1]))
+        return OnDevice(plan, needed, scratch)
 
     def _run_now(self, addresses: list[int], device: int, stream: int) -> None:
         memory = _Memory((addresses[array] + offset for array, offset in self._places), stream)
@@ -429,13 +451,13 @@ def _descriptors(arguments: Sequence[ArraySpec], device: int) -> DryRun:
 
 
 class OnDevice:
-    """A call on one device: its recording (None where it depends on values), the numbers of the arrays whose
-    addresses it needs, and the size of its scratch memory in bytes, whose address comes last."""
+    """A call on one device: its plan of launches (None where they depend on values), the numbers of the
+    arrays whose addresses it needs, and the size of its scratch memory in bytes, whose address comes last."""
 
-    def __init__(self, recording: Recording | None, needed: list[int], scratch: int):
+    def __init__(self, plan: Any, needed: list[int], scratch: int):
         self.one_at_a_time = threading.Lock()
         self._memory: dict[int, Any] = {}  # by stream
-        self.recording, self.needed, self.scratch = recording, needed, scratch
+        self.plan, self.needed, self.scratch = plan, needed, scratch
 
     def memory_on(self, device: int, stream: int) -> int:
         """The address of scratch memory. All calls on a stream share it, as they run one after the other, and
@@ -485,17 +507,19 @@ def _stream(address: int) -> Any:
     return require_cupy("a stream").cuda.Stream.from_external(_Stream(address))
 
 
-def _pack(steps: list[Any], specs: list[ArraySpec], returned: Collection[int]) -> tuple[list[int], int]:
+def _pack(steps: list[Any], sizes: list[int], returned: Collection[int]) -> tuple[list[int], int]:
     """The offset in the workspace of each allocation that is not returned (0 for others), and its size."""
-    offsets, live, size = [0] * len(specs), dict[int, tuple[int, int]](), 0
+    offsets, live, size = [0] * len(sizes), dict[int, tuple[int, int]](), 0
     for step in steps:
-        number = step if step >= 0 else ~step
+        if type(step) is not int:
+            continue
+        number = max(step, ~step)
         if number in returned:
             continue
         if step < 0:
             del live[number]
             continue
-        wanted = _rounded(specs[number].nbytes)
+        wanted = _rounded(sizes[number])
         start = 0
         for first, end in sorted(live.values()):
             if first - start >= wanted:

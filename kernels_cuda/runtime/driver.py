@@ -1,5 +1,5 @@
-"""The CUDA driver, through CuPy, or ctypes where CuPy has no binding: device properties, launches, tensor
-maps, synchronisation of streams, graph capture, memory that belongs to a graph.
+"""The CUDA driver, through CuPy, or ctypes where CuPy has no binding: device properties, the functions that
+launch, synchronisation of streams, graph capture, memory that belongs to a graph.
 
 Nothing here depends on the current call or on its stream: that is `fp8moe.kernels_cuda.runtime.launch`.
 """
@@ -7,11 +7,10 @@ Nothing here depends on the current call or on its stream: that is `fp8moe.kerne
 from __future__ import annotations
 
 import ctypes
-import struct
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import cupy
@@ -53,79 +52,23 @@ def shared_limit(device: int) -> int:
 # ---------------------------------------------------------------- kernels
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-#: CUlaunchConfig: grid and block in three dimensions, shared memory; stream, attributes, their number
-LAUNCH_CONFIG = struct.Struct("7I4xQQI4x")
-#: CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, true
-DEPENDENT_LAUNCH = (6, 1)
-
-
-class LaunchBuffers:
-    """Memory that cuLaunchKernelEx reads, of one thread, rewritten for each launch.
-
-    parameters, size: the kernel's parameters and their size in bytes; ``extra_at``: the address of the
-    `extra` array that points to both. config: a CUlaunchConfig with one attribute. The addresses are kept
-    because ctypes converts an integer in half the time of an array.
-    """
-
-    def __init__(self) -> None:
-        self.parameters, self.size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
-        extra = 1, ctypes.addressof(self.parameters), 2, ctypes.addressof(self.size), 0
-        self._extra, self._pointers = (ctypes.c_void_p * 5)(*extra), dict[tuple[int, int], Any]()
-        self.config = ctypes.create_string_buffer(LAUNCH_CONFIG.size)
-        self._attribute = (ctypes.c_uint64 * 9)(*DEPENDENT_LAUNCH)
-        self.extra_at = ctypes.addressof(self._extra)
-        self.config_at = ctypes.addressof(self.config)
-        self.attribute_at = ctypes.addressof(self._attribute)
-
-    def pointers_at(self, maps: int, words: int) -> int:
-        """Address of an array of pointers into ``parameters``: to ``maps`` tensor maps of 128 bytes, then to
-        ``words`` words of 8 bytes. It is made once for a thread, as making one of twenty takes the host 2 us.
-        """
-        pointers = self._pointers.get((maps, words))
-        if pointers is None:
-            start = ctypes.addressof(self.parameters)
-            end = start + 128 * maps
-            addresses = *range(start, end, 128), *range(end, end + 8 * words, 8)
-            pointers = self._pointers[maps, words] = (ctypes.c_void_p * len(addresses))(*addresses)
-        return ctypes.addressof(pointers)
 
 
 @cache
-def launch_kernel() -> Any:
-    """cuLaunchKernelEx(config, kernel, parameters, extra)."""
-    function = _library().cuLaunchKernelEx
-    function.argtypes = [ctypes.c_void_p] * 4
-    return function
+def functions() -> tuple[int, int, int]:
+    """Addresses of cuLaunchKernelEx, cuMemsetD8Async and cuTensorMapEncodeTiled."""
+    library = _library()
+    launch, fill, encode = library.cuLaunchKernelEx, library.cuMemsetD8Async, library.cuTensorMapEncodeTiled
+    return _address(launch), _address(fill), _address(encode)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def allow_shared(kernel: int, nbytes: int) -> None:
     """Allow launches of a kernel with this much dynamic shared memory."""
     while_capturing(cupy.cuda.driver.funcSetAttribute, kernel, _MAX_DYNAMIC_SHARED, nbytes)
-
-
-@lru_cache(maxsize=4096)
-def tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
-    """A tensor map (cuTensorMapEncodeTiled) of bytes [rows, columns], for boxes of ``box`` rows of 128 bytes,
-    swizzled. Cached, as encoding one takes the host 3 us and depends on these arguments alone."""
-    space = ctypes.create_string_buffer(128 + 64)
-    start = -(-ctypes.addressof(space) // 64) * 64
-    status = _library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start),
-        0,  # CU_TENSOR_MAP_DATA_TYPE_UINT8
-        2,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns),  # row stride in bytes
-        (ctypes.c_uint32 * 2)(128, box),
-        (ctypes.c_uint32 * 2)(1, 1),
-        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
-        3,  # CU_TENSOR_MAP_SWIZZLE_128B
-        3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
-    )
-    if status:
-        raise RuntimeError(f"cuTensorMapEncodeTiled({address:#x}, {rows} x {columns}): error {status}")
-    return ctypes.string_at(start, 128)
 
 
 # ---------------------------------------------------------------- streams and graphs

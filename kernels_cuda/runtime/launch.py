@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 
 from fp8moe.kernels_cuda.runtime import compiler, driver
-from fp8moe.kernels_cuda.runtime.driver import LAUNCH_CONFIG
+from fp8moe.kernels_cuda.runtime.replay import Plan, Step
 from fp8moe.records import ArraySpec, DeviceArray
 
 SHARED = 32 * 1024  # bytes of dynamic shared memory that every launch may use without `allow_shared`
@@ -34,7 +34,6 @@ class _Current(threading.local):
         # device, address of the stream, allocator, log of a dry run (fp8moe.runtime.recording) or None
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
         self.bound: set[int] = set()  # devices whose context has been current in this thread
-        self.buffers = driver.LaunchBuffers()
 
 
 _current = _Current()
@@ -120,9 +119,10 @@ def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
 
 
 class Kernel:
-    """A loaded kernel, and the layout of its parameters, which its first launch sets."""
+    """A loaded kernel, and the kinds of its parameters, which its first launch sets."""
 
     def __init__(self, code: bytes, name: str):
+        self.name = name
         module = cupy.cuda.function.Module()
         driver.while_capturing(module.load, code)
         self._function = driver.while_capturing(module.get_function, name)  # keeps the module loaded
@@ -166,11 +166,7 @@ def launch_loaded(
     boxes: tuple[int, ...] = (),
 ) -> None:
     """Launch a loaded kernel on the current stream. From sm_90 on its blocks may start before the previous
-    kernel has finished (programmatic dependent launch), and wait for it themselves (ptx.cuh: pdl_wait).
-
-    The parameters are packed here, in C's layout, and passed to the driver as one block of bytes: for twenty
-    parameters that takes 3 us less than CuPy's launcher.
-    """
+    kernel has finished (programmatic dependent launch), and wait for it themselves (ptx.cuh: pdl_wait)."""
     x, y = grid if isinstance(grid, tuple) else (grid, 1)
     if x == 0 or y == 0:
         return
@@ -178,9 +174,11 @@ def launch_loaded(
         driver.allow_shared(kernel.ptr, shared)
         kernel.shared = shared
     if kernel.parameters is None:
-        plain = ("f" if isinstance(a, float) else "q" for a in arguments[len(boxes) :])
-        kernel.parameters = struct.Struct("128s" * len(boxes) + "".join(plain))
-    log, values, places = _current.place[3], [], []
+        kernel.parameters = struct.Struct(
+            "".join("f4x" if isinstance(a, float) else "q" for a in arguments[len(boxes) :])
+        )
+    values: list[Any] = []
+    places = []
     for i, a in enumerate(arguments):
         start = 0
         if type(a) is tuple:
@@ -189,60 +187,23 @@ def launch_loaded(
             values.append(0 if a is None else a)
             continue
         values.append(a.ptr + start)
-        if log is not None:
-            places.append((i, int(a.owner), a.start + start))
-    function: Callable[..., None] = launch_packed
-    fixed: tuple[Any, ...] = (kernel, x, y, block, shared)
-    if boxes:
-        tiled = tuple(
-            (a.size // a.shape[-1], a.shape[-1] * a.dtype.itemsize, box)
-            for a, box in zip(arguments, boxes, strict=False)
-        )
-        function, fixed = launch_with_tensor_maps, (kernel, tiled, x, y, block, shared)
+        places.append((i, a, start))
+    maps = [
+        (address, a.size // a.shape[-1], a.shape[-1] * a.dtype.itemsize, box)
+        for address, a, box in zip(values, arguments, boxes, strict=False)
+    ]
+    parameters = kernel.parameters.pack(*values[len(maps) :])
+    _do(Step(kernel, (x, y), block, shared, parameters, maps), places)
+
+
+def _do(step: Step, places: list[tuple[int, DeviceArray, int]]) -> None:
+    """Do a step now, or log it. places: those of the step, with the arrays themselves."""
+    device, stream, _, log = _current.place
     if log is None:
-        function(*fixed, values)
+        Plan([step], device).run((), stream)
     else:
-        log.steps.append((function, fixed, values, places))
-
-
-def launch_packed(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
-    """Launch a grid of x by y blocks with these parameters."""
-    buffers, parameters = _current.buffers, kernel.parameters
-    parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
-    buffers.size.value = parameters.size  # type: ignore[union-attr]
-    _launch(kernel, x, y, block, shared, None, buffers.extra_at)
-
-
-def _launch(
-    kernel: Kernel, x: int, y: int, block: int, shared: int, pointers: int | None, extra: int | None
-) -> None:
-    """pointers, extra: addresses of the driver's ``kernelParams`` or of its ``extra``."""
-    (device, stream, *_), buffers = _current.place, _current.buffers
-    attributes = buffers.attribute_at, driver.has_dependent_launch(device)
-    LAUNCH_CONFIG.pack_into(buffers.config, 0, x, y, 1, block, 1, 1, shared, stream, *attributes)
-    if status := driver.launch_kernel()(buffers.config_at, kernel.ptr, pointers, extra):
-        raise RuntimeError(f"cuLaunchKernelEx: error {status}")
-
-
-def launch_with_tensor_maps(
-    kernel: Kernel,
-    tiled: tuple[tuple[int, int, int], ...],
-    x: int,
-    y: int,
-    block: int,
-    shared: int,
-    values: list[Any],
-) -> None:
-    """As `launch_packed`, but with a pointer to each parameter: tensor maps lie at multiples of 64 bytes, and
-    only the driver knows their offsets in a block of parameters.
-    tiled: for each tensor map, rows and columns of its array and rows of a box. The tensor maps replace the
-    first values, which are the arrays' addresses."""
-    for i, shape in enumerate(tiled):
-        values[i] = driver.tensor_map(values[i], *shape)
-    buffers = _current.buffers
-    kernel.parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
-    pointers = buffers.pointers_at(len(tiled), len(values) - len(tiled))
-    _launch(kernel, x, y, block, shared, pointers, None)
+        numbered = [(i, int(a.owner), a.start + offset) for i, a, offset in places]
+        log.steps.append(Step(*step[:-1], numbered))
 
 
 def threads(count: int, block: int = 256) -> int:
@@ -250,7 +211,7 @@ def threads(count: int, block: int = 256) -> int:
     return -(-count // block)
 
 
-# ---------------------------------------------------------------- dry runs and recordings
+# ---------------------------------------------------------------- fills and copies
 
 
 def _depends_on_values() -> None:
@@ -259,59 +220,10 @@ def _depends_on_values() -> None:
         log.depends_on_values()
 
 
-def run_steps(
-    steps: list[Any],
-    memory: list[Any],
-    addresses: list[int],
-    address_of: Callable[[Any], int],
-    device: int,
-    stream: int,
-) -> None:
-    """Run the steps of a `fp8moe.runtime.recording.Recording` on a stream. memory, addresses: of its buffers,
-    by number; those of buffers that it allocates are filled in."""
-    before, current, set_device = _current.place, driver.runtime.getDevice(), driver.runtime.setDevice
-    try:
-        if current != device or device not in _current.bound:
-            set_device(device)  # see `run_at`
-            _current.bound.add(device)
-        _current.place = (device, stream, _outside, None)
-        for function, fixed, values, places in steps:
-            if function is not None:
-                values = values.copy()  # threads share the recording
-                for at, buffer, offset in places:
-                    values[at] = addresses[buffer] + offset
-                function(*fixed, values)
-            elif fixed is None:
-                memory[values] = None
-            else:
-                memory[values] = fixed()  # the only reference, so that its release frees it
-                addresses[values] = address = address_of(memory[values])
-                if not address and places:
-                    kind = type(memory[values]).__name__
-                    raise TypeError(
-                        f"a result: got a {kind} without memory from the caller's framework; "
-                        "call this outside of FakeTensorMode, or through fp8moe.torch"
-                    )
-    finally:
-        _current.place = before
-        if current != device:
-            set_device(current)
-
-
-# ---------------------------------------------------------------- fills and copies
-
-
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
-    log, nbytes = _current.place[3], x.nbytes
-    if nbytes and log is None:
-        fill_memory(value, nbytes, [x.ptr])
-    elif nbytes:
-        log.steps.append((fill_memory, (value, nbytes), [x.ptr], [(0, int(x.owner), x.start)]))
-
-
-def fill_memory(value: int, nbytes: int, address: list[int]) -> None:
-    driver.runtime.memsetAsync(address[0], value, nbytes, _current.place[1])
+    if nbytes := x.nbytes:
+        _do(Step(None, (0, 0), 0, 0, struct.pack("3q", x.ptr, value, nbytes)), [(0, x, 0)])
 
 
 def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:

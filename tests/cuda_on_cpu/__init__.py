@@ -196,9 +196,6 @@ class Runtime:
     def setDevice(self, device):
         self.bound_threads.append(threading.get_ident())
 
-    def memsetAsync(self, ptr, value, size, stream):
-        ctypes.memset(ptr, value, size)
-
     def memcpyAsync(self, to, source, size, kind, stream):
         ctypes.memmove(to, source, size)
 
@@ -219,49 +216,118 @@ class Runtime:
     def eventDestroy(self, event): ...
 
 
+class Config(ctypes.Structure):
+    """The beginning of a CUlaunchConfig, to the stream."""
+
+    _fields_ = [(n, ctypes.c_uint) for n in ("x", "y", "z", "block", "block_y", "block_z", "shared")]
+    _fields_ += [("stream", ctypes.c_int64)]
+
+
+def driver_function(*arguments):
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+
+
+class Driver:
+    """The functions of CUDA's driver that make launches, as functions of C.
+
+    kernels: by handle. error: what the last one that failed has raised."""
+
+    def __init__(self):
+        self.kernels, self.error, self._running = {}, None, threading.Lock()
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        words = ctypes.POINTER(ctypes.c_uint64)
+        boxes = ctypes.POINTER(ctypes.c_uint32)
+        encode = pointer, integer, integer, pointer, words, words, boxes, boxes, *(integer,) * 4
+        self._held = (
+            driver_function(ctypes.POINTER(Config), pointer, words, pointer)(self._guarded(self._launch)),
+            driver_function(pointer, ctypes.c_ubyte, ctypes.c_size_t, pointer)(self._guarded(self._fill)),
+            driver_function(*encode)(self._guarded(self._encode)),
+        )
+        self.functions = tuple(ctypes.cast(function, pointer).value for function in self._held)
+
+    def _guarded(self, body):
+        def run(*arguments):
+            try:
+                with self._running:  # kernels on the CPU use global variables
+                    body(*arguments)
+            except BaseException as error:
+                self.error = error
+                return 1
+            return 0
+
+        return run
+
+    def _launch(self, config, handle, parameters, _):
+        kernel, c = self.kernels[handle], config.contents
+        values = [kind.from_address(at) for kind, at in zip(kernel.kinds, parameters, strict=False)]
+        watch(kernel.name, c.x, values)
+        kernel(c.x, c.y, c.block, c.shared, *values)
+
+    def _fill(self, address, value, size, stream):
+        watch("memset", 0, [])
+        ctypes.memset(address, value, size)
+
+    def _encode(self, to, kind, rank, address, dimensions, strides, box, steps, *_):
+        columns, rows = dimensions[:2]
+        assert (rank, strides[0], box[0], steps[:2]) == (2, columns, 128, [1, 1])
+        if not rows * columns:
+            raise RuntimeError("a tensor map of an empty array, which the driver rejects")
+        assert to % 64 == 0
+        TensorMap.from_address(to).__init__(address, rows, columns, box[1])
+
+
+def watch(name, x, values):
+    """Called before each launch with the kernel's name ("memset"), its blocks in x and its parameters."""
+
+
 def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a", multiprocessors=2):
-    """Until the end of the test, `Array` is a device array whose kernels run here."""
-    from fp8moe.kernels_cuda.runtime import driver, launch
+    """Until the end of the test, `Array` is a device array whose kernels run here. The seed of the run draws
+    whether Python or Numba runs the loop of launches."""
+    from fp8moe.kernels_cuda.runtime import driver, launch, replay
+
+    functions = Driver()
 
     def load_kernel(source, name, defines, device):
-        defines = defines or compiler.variants(compiler.files()[f"{source}.cu"])[0]
+        path = compiler.files()[f"{source}.cu"]
+        defines = defines or compiler.variants(path)[0]
         number = "".join(filter(str.isdigit, architecture))
         chip = () if architecture == "sm_90a" else (f"__CUDA_ARCH__={number}0",)
-        compiled = library(source, (*defines, *chip))
-        return Kernel(name, getattr(compiled, f"run_{name}"))
+        function = getattr(library(source, (*defines, *chip)), f"run_{name}")
+        (parameters,) = {p for _, n, p in SIGNATURE.findall(path.read_text()) if n == name}
+        kernel = Kernel(name, function, map(kind_of, parameters.split(",")))
+        return functions.kernels.setdefault(kernel.ptr, kernel)
 
-    def launch_packed(function, x, y, block, shared, values):
-        function(x, y, block, shared, *map(argument, values))
-
-    def launch_with_tensor_maps(function, tiled, x, y, block, shared, values):
-        if any(0 in of for of in tiled):
-            raise RuntimeError("a tensor map of an empty array, which the driver rejects")
-        maps = [TensorMap(a, *of) for a, of in zip(values, tiled, strict=False)]
-        launch_packed(function, x, y, block, shared, [*maps, *values[len(maps) :]])
+    def error_of(plan, *status):
+        error, functions.error = functions.error, None
+        return error
 
     family = Device()
     dispatch.clear_recordings()
     others = interop.framework_of_type
     monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
     monkeypatch.setattr(launch, "load_kernel", functools.cache(load_kernel))
-    monkeypatch.setattr(launch, "launch_packed", launch_packed)
-    monkeypatch.setattr(launch, "launch_with_tensor_maps", launch_with_tensor_maps)
+    monkeypatch.setattr(replay.LOOP, "run", seeds.choice((replay.loop, replay.LOOP.compiled)))
+    monkeypatch.setattr(replay.LOOP, "compile", lambda *arguments: None)
+    monkeypatch.setattr(replay.Plan, "_error", error_of)
+    monkeypatch.setattr(driver, "functions", functools.cache(lambda: functions.functions))
     runtime = Runtime()
     monkeypatch.setattr(driver, "runtime", runtime)
     monkeypatch.setattr(driver, "while_capturing", operator.call)
     monkeypatch.setattr(driver, "architecture", lambda device: architecture)
+    monkeypatch.setattr(driver, "has_dependent_launch", lambda device: True)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(driver, "shared_limit", lambda device: shared_limit)
     return runtime
 
 
 class Kernel:
-    """The parts of a loaded kernel that launch.py uses."""
+    """The parts of a loaded kernel that launch.py uses. kinds: its parameters, as types of C."""
 
-    parameters, shared = (), 1 << 30
+    parameters, shared = None, 1 << 30
 
-    def __init__(self, name, function):
-        self.name, self.function = name, function
+    def __init__(self, name, function, kinds=()):
+        self.name, self.function, self.kinds = name, function, [*kinds]
+        self.ptr = ctypes.cast(function, ctypes.c_void_p).value
         function.restype = ctypes.c_char_p
 
     def __call__(self, *arguments):
@@ -275,7 +341,8 @@ class TensorMap(ctypes.Structure):
     _fields_ += [("unused", ctypes.c_int64 * 12)]
 
 
-def argument(a):
-    if isinstance(a, TensorMap):
-        return a
-    return ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int64(int(a))
+def kind_of(parameter):
+    """The type of a kernel's parameter, given by its declaration."""
+    if "TensorMap " in parameter:
+        return TensorMap
+    return ctypes.c_float if re.match(r"\s*(const )?float \w", parameter) else ctypes.c_int64

@@ -97,7 +97,7 @@ class Framework:
         return partial(self.stream, device), makers
 
     #: address: of an array from these functions. allocates_results: whether they return the framework's own
-    #: arrays; otherwise `wrap` converts them
+    #: arrays, allocated on the current device, which is that of the call; otherwise `wrap` converts them
     address: Callable[[Any], int] = staticmethod(attrgetter("ptr"))
     allocates_results = False
 
@@ -165,13 +165,13 @@ def dtype_named(name: str, argument: str) -> np.dtype:
     return _DTYPES[name]
 
 
-_KNOWN = {dtype: dtype for dtype in _DTYPES.values()}
+KNOWN_DTYPES = {dtype: dtype for dtype in _DTYPES.values()}
 
 
 def known_dtype(dtype: np.dtype, argument: str) -> np.dtype:
     """The native dtype equal to this one. Cached, because NumPy takes 2 us to build ``dtype.name`` at each
     use."""
-    known = _KNOWN.get(dtype)
+    known = KNOWN_DTYPES.get(dtype)
     if known is None:
         native = dtype_named(dtype.name, argument)
         raise TypeError(
@@ -196,7 +196,7 @@ def require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
         )
     if not x.flags.c_contiguous:
         raise not_contiguous(name, x.shape, x.strides, f"{fix}({name})")
-    if x.dtype not in _KNOWN:
+    if x.dtype not in KNOWN_DTYPES:
         known_dtype(x.dtype, name)
     return x
 
