@@ -580,7 +580,7 @@ def _affected(optimizer: torch.optim.Optimizer) -> Iterator[tuple[FP8Weights, st
 
 def _drop_renewed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Drops copies before a step that the open contexts allow."""
-    for state, _ in _affected(optimizer):
+    for state, _by in _affected(optimizer):
         renewed = all(d.renewed for d in state.declared.values()) if state.declared else state.holder.renewed
         if renewed:
             state.release()
