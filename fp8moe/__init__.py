@@ -30,7 +30,7 @@ from fp8moe.ops.permute import (
     unpermute_backward,
 )
 from fp8moe.ops.plan import plan_index_map, plan_routing_map, plan_row_map, plan_topk
-from fp8moe.ops.quantize import dequantize, quantize
+from fp8moe.ops.quantize import dequantize, quantize, transpose_codes
 from fp8moe.ops.router import Routed, RouterConfig, route, route_backward
 from fp8moe.ops.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.ops.transpose import permute_transpose, scaling_aware_transpose
@@ -92,6 +92,7 @@ __all__ = [
     "swiglu_quantize_backward",
     "to_layout",
     "trace",
+    "transpose_codes",
     "unpad",
     "unpermute",
     "unpermute_backward",

@@ -31,6 +31,7 @@ from fp8moe.adapters.torch.ops import (
     swiglu,
     swiglu_quantize,
     swiglu_quantize_backward,
+    transpose_codes,
     unpad,
     unpermute,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "tensor_stats",
+    "transpose_codes",
     "unpad",
     "unpermute",
     "weights_unchanged",

@@ -304,6 +304,50 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, PART_BLOCKS)
   }
 }
 
+// Loads eight codes from an address of any alignment; zeros in place of those past the first `count`.
+__device__ __forceinline__ uint2 load_codes(const u8* from, i64 count) {
+  if (count >= 8 && (size_t)from % 8 == 0) return *(const uint2*)from;
+  u32 words[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < count) words[i / 4] |= (u32)from[i] << (8 * (i % 4));
+  return make_uint2(words[0], words[1]);
+}
+
+// The other orientation of (128, 128) blocks: bytes of codes, and scales, transposed.
+// Arguments: codes [matrices, rows, columns], scales [matrices, rows / 128, columns / 128], rounded up; out
+//   and out_scales with the last two dimensions swapped. Any sizes and addresses; those that are no multiples
+//   of 16 are moved byte by byte.
+// Traffic: every code is read once and written once.
+// Launch: one thread block of 256 per (128, 128) block, grid (blocks of a matrix, matrices).
+// Design: that of quantize_weights after its encoding: lines of 128 bytes are read and written.
+extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, 6)
+    transpose_codes(const u8* codes, const float* scales, i64 rows, i64 columns, u8* out, float* out_scales) {
+  pdl_wait();
+  __shared__ __align__(128) u8 stage[TILE * TILE];  // [columns][rows]
+  const u32 t = threadIdx.x;
+  const u32 across = (u32)((columns + TILE - 1) / TILE), down = (u32)((rows + TILE - 1) / TILE);
+  const u32 block_row = blockIdx.x / across, block_column = blockIdx.x - block_row * across;
+  const i64 matrix = blockIdx.y, first_row = (i64)block_row * TILE, first_column = (i64)block_column * TILE;
+  const i64 row = first_row + t / 16 * 8, column = first_column + t % 16 * 8;
+  const u8* from = codes + (matrix * rows + row) * columns + column;
+  uint2 code[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i, from += columns)
+    code[i] = load_codes(from, row + i < rows ? columns - column : 0);
+  if (t == 0)
+    out_scales[(matrix * across + block_column) * down + block_row] =
+        scales[(matrix * down + block_row) * across + block_column];
+  pdl_launch_dependents();
+  stage_columns(stage, code);
+#pragma unroll
+  for (u32 step = 0; step < 4; ++step) {
+    const i64 to_row = first_column + column_of_step(step), to_column = first_row + 16 * (t % 8);
+    store_some<16>(out + (matrix * columns + to_row) * rows + to_column, staged_rows(stage, step),
+                   to_row < columns ? rows - to_column : 0);
+  }
+}
+
 // Zeroes the tile counter of a following dynamic schedule (tile_order.cuh: Turns).
 extern "C" __global__ void no_tiles_taken(int* taken) {
   pdl_wait();
@@ -383,15 +427,6 @@ extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* 
     ((u8*)scales)[strip * columns + c] = exponent;
   else
     ((float*)scales)[strip * columns + c] = scale;
-}
-
-// out[c, r] = in[r, c] for each of gridDim.y matrices, elements of `size` bytes. One thread per element.
-extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 columns, i64 size, u8* out) {
-  pdl_wait();
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= rows * columns) return;
-  const i64 base = (i64)blockIdx.y * rows * columns, r = i / columns, c = i % columns;
-  for (i64 b = 0; b < size; ++b) out[(base + c * rows + r) * size + b] = in[(base + i) * size + b];
 }
 
 // Dequantises row-wise blocks: code * scale, as KIND: BF16 or F32.

@@ -45,11 +45,7 @@ def quantize(
     if isinstance(out, Quantized):
         quantize(x, round_up=round_up, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
         if out.columnwise.block == (128, 128):
-            for source, target in (
-                (out.rowwise.data, out.columnwise.data),
-                (out.rowwise.scales, out.columnwise.scales),
-            ):
-                _transpose(source, target)
+            transpose_codes(out.rowwise, out=out.columnwise)
         else:
             quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
         return
@@ -230,8 +226,8 @@ def quantize_parts(
 
 
 def part_configuration(matrices: int, rows: int, columns: int) -> Configuration:
-    """Configuration of quantize_weights_part: one thread block per (128, 128) block, including incomplete
-    ones."""
+    """Configuration of quantize_weights_part and transpose_codes: one thread block per (128, 128) block,
+    including incomplete ones."""
     return Configuration((threads(rows, TILE) * threads(columns, TILE), matrices), WEIGHT_THREADS)
 
 
@@ -352,6 +348,13 @@ def rows_are_whole(x: Any, columns: int, out: QuantTensor) -> bool:
     )
 
 
+def transpose_codes(q: QuantTensor, *, out: QuantTensor) -> None:
+    *lead, rows, columns = q.data.shape
+    configuration = part_configuration(int(np.prod(lead, dtype=np.int64)), rows, columns)
+    arguments = (q.data, q.scales, rows, columns, out.data, out.scales)
+    launch("quantize", "transpose_codes", configuration.blocks, configuration.threads, *arguments)
+
+
 def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     *_, rows, columns = q.shape
     kind, fmt = KINDS[out.dtype], FORMATS[q.fmt]
@@ -407,19 +410,3 @@ def make_strips(offsets: Any, matrices: int, rows: int, height: int, capacity: i
     experts = with_experts(offsets)
     launch("quantize", "make_strips", 1, 1, *experts, matrices, rows, height, capacity, strips)
     return strips
-
-
-def _transpose(source: Any, target: Any) -> None:
-    *lead, rows, columns = source.shape
-    matrices = int(np.prod(lead, dtype=np.int64))
-    launch(
-        "quantize",
-        "transpose_matrices",
-        (threads(rows * columns), matrices),
-        256,
-        source,
-        rows,
-        columns,
-        source.dtype.itemsize,
-        target,
-    )

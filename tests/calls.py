@@ -64,6 +64,7 @@ CALLS = {
     "dequantize": {"q": Q},
     "to_layout": {"q": Q, "layout": "gemm_ready"},
     "scaling_aware_transpose": {"q": QP, "expert_offsets": OFFSETS, "align_size": 16},
+    "transpose_codes": {"q": W},
     "permute_gemm": {"x": Q, "w": W, "plan": PLAN, "probs": PROBS},
     "permute_transpose": {"q": Q, "plan": PLAN},
     "route": {

@@ -328,7 +328,7 @@ def test_every_operator_that_multiplies_has_a_formula():
     others = "add_biases add_biases_backward dequantize index_map pad permute permute_backward"
     others += " permute_transpose plan_index_map plan_row_map plan_routing_map plan_topk quantize"
     others += " quantize_weights route route_backward unpad unpermute scaling_aware_transpose sort_chunks"
-    others += " sort_chunks_backward swiglu swiglu_backward"
+    others += " sort_chunks_backward swiglu swiglu_backward transpose_codes"
     others = {*others.split(), "swiglu_quantize", "swiglu_quantize_backward", "unpermute_backward"}
     import fp8moe.adapters.transformer_engine.pytorch  # noqa: F401  declares others
 

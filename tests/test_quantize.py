@@ -556,6 +556,41 @@ def test_weights_of_whole_and_partial_blocks(backend, shapes, dtype, fmt):
             assert_same(*backend.both(fp8moe.quantize_weights, w, fmt=fmt))
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@over(
+    "shapes",
+    reference=[([(2, 256, 384), (3, 200, 136), (130, 77), (2, 0, 128)],)],
+    on_cpu=[([(2, 256, 384), (3, 200, 136), (2, 129, 77), (130, 144), (0, 128, 128)],)],
+    on_gpu=[([(3, 256, 384), (5, 200, 136), (2, 1153, 653), (640, 1144), (40, 2880, 2944)],)],
+)
+def test_transposed_codes_are_those_that_are_quantised(backend, shapes, fmt):
+    """All 256 codes and any scale, at any size; twice gives the codes back."""
+    for shape in shapes:
+        codes = RNG.integers(0, 256, shape).astype(np.uint8)
+        scales = values(RNG, (*shape[:-2], *(-(-n // 128) for n in shape[-2:])), awkward=True)
+        q = fp8moe.QuantTensor(codes, scales, fmt, (128, 128))
+        other, actual = backend.both(fp8moe.transpose_codes, q)
+        assert_same((codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)), (actual.data, actual.scales))
+        assert (actual.transposed, actual.shape, actual.fmt) == (True, shape, fmt)
+        assert_same(q, backend.both(fp8moe.transpose_codes, other)[1])
+        w = values(RNG, shape, awkward=True)
+        w.reshape(-1)[: w.size // 2] = 0  # blocks of zeros
+        expected = fp8moe.quantize(w, fmt=fmt, block=(128, 128), columnwise=True)
+        assert_same(expected.columnwise, backend.both(fp8moe.transpose_codes, expected.rowwise)[1])
+
+
+@on_cuda
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_transposed_codes_at_any_address(backend, shift, monkeypatch):
+    backend.start(monkeypatch)
+    codes = RNG.integers(0, 256, shift + 2 * 128 * 144).astype(np.uint8)
+    scales = RNG.random((2, 1, 2)).astype(np.float32)
+    data = backend.upload(codes)[shift:].reshape((2, 128, 144))
+    q = fp8moe.QuantTensor(data, backend.upload(scales), "e4m3", (128, 128))
+    actual = backend.download(fp8moe.transpose_codes(q))
+    assert same_bits(codes[shift:].reshape(2, 128, 144).swapaxes(1, 2), actual.data)
+
+
 #: shapes [N, K] of weights, number of parts, and rows of each part and columns of the result
 PARTS = (
     ([(128, 256), (128, 256)], 1, None, None),

@@ -197,6 +197,7 @@ def opcheck_cases():
         (ops.dequantize, (*codes, "bfloat16", None)),
         (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", False, "float32", None)),
         (ops.dequantize, (w.data, w.scales, "e4m3", [128, 128], "compact", True, "float32", None)),
+        (ops.transpose_codes, (w.data, w.scales, "e4m3", [128, 128], "compact", True)),
         (ops.scaling_aware_transpose, (*codes, None, "column", 1, "compact")),
         (ops.scaling_aware_transpose, (*codes, offsets, "tile", 1, "compact")),
         (ops.scaling_aware_transpose, (*codes, None, "block", 1, "compact")),

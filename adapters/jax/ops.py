@@ -76,6 +76,7 @@ __all__ = [
     "swiglu_quantize",
     "swiglu_quantize_backward",
     "to_layout",
+    "transpose_codes",
     "unpad",
     "unpermute",
     "unpermute_backward",
@@ -175,6 +176,7 @@ quantize = traceable(fp8moe.quantize)
 quantize_weights = traceable(fp8moe.quantize_weights)
 dequantize = traceable(fp8moe.dequantize)
 to_layout = traceable(fp8moe.to_layout)
+transpose_codes = traceable(fp8moe.transpose_codes)
 scaling_aware_transpose = traceable(fp8moe.scaling_aware_transpose)
 permute_transpose = traceable(fp8moe.permute_transpose)
 permute_backward = traceable(fp8moe.permute_backward)

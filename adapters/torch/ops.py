@@ -64,6 +64,7 @@ __all__ = [
     "swiglu",
     "swiglu_quantize",
     "swiglu_quantize_backward",
+    "transpose_codes",
     "unpad",
     "unpermute",
 ]
@@ -279,6 +280,11 @@ def _transposed(values: Values, data: Tensor, scales: Tensor) -> QuantTensor:
     return QuantTensor(data, scales, q.fmt, block, values["layout"], transposed=target == "block")
 
 
+def _other_orientation(values: Values, data: Tensor, scales: Tensor) -> QuantTensor:
+    q = values["q"]
+    return QuantTensor(data, scales, q.fmt, q.block, transposed=not q.transposed)
+
+
 def _check_block(function: Any, values: Values) -> None:
     checks.choice("q.block", values["q"].block, COLUMN_BLOCK)
 
@@ -291,6 +297,7 @@ scaling_aware_transpose = operation(
 permute_transpose = operation(
     fp8moe.permute_transpose, list, _transposed, results=arrays_in, prepare=_check_block
 )
+transpose_codes = operation(fp8moe.transpose_codes, list, _other_orientation, results=arrays_in)
 swiglu_quantize = operation(
     fp8moe.swiglu_quantize, list, _quantized, results=arrays_in, without=("transposed",)
 )

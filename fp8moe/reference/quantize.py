@@ -54,8 +54,7 @@ def quantize(
     if isinstance(out, Quantized):
         quantize(x, round_up=round_up, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
         if out.columnwise.block == (128, 128):
-            out.columnwise.data[:] = np.swapaxes(out.rowwise.data, -1, -2)
-            out.columnwise.scales[:] = np.swapaxes(out.rowwise.scales, -1, -2)
+            transpose_codes(out.rowwise, out=out.columnwise)
         else:
             quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
         return
@@ -336,6 +335,13 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
                 code = subnormal if a < min_normal else np.uint32(normal - rebias)
                 code |= np.uint32(u >> np.uint32(24)) & np.uint32(0x80)
                 codes[r, i] = nan_code if (u & absolute) > infinity else code
+
+
+def transpose_codes(q: QuantTensor, *, out: QuantTensor) -> None:
+    """One scale per block serves both orientations: nothing is rounded."""
+    for source, target in ((q.data, out.data), (q.scales, out.scales)):
+        for matrix, transposed in zip(_matrices(source), _matrices(target), strict=True):
+            transpose_into(matrix, transposed)
 
 
 def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | None = None) -> None:
