@@ -92,6 +92,13 @@ class Options:
 class Record:
     """A frozen record of arrays and plain values, argument or result of operations."""
 
+    def changed(self, **fields: Any) -> Any:
+        """`dataclasses.replace` of a record whose fields are not checked when it is made: 0.6 us, not 5."""
+        new = object.__new__(type(self))
+        new.__dict__.update(vars(self))
+        new.__dict__.update(fields)
+        return new
+
 
 @dataclass(frozen=True)
 class QuantTensor(Record):

@@ -235,6 +235,8 @@ def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
 
 
 _IN_FP8 = frozenset(("x", "a", "dy", "dh"))
+#: the gradients that need what a forward saves
+_DEPENDENTS = {"x": ("dw13",), "h": ("dx", "dprobs", "dw13"), "a": ("dw2",)}
 
 
 def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
@@ -263,13 +265,14 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
         )
     if saved.w2 is None and not {*gradients} <= {"dw2"}:
         raise TypeError("saved.w2: got None; wanted the forward's weights")
-    requirements = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
-    for name, saved_tensor, dependents in requirements:
+    for name, dependents in _DEPENDENTS.items():
+        if getattr(saved, name) is not None:
+            continue
         missing = [gradient for gradient in gradients if gradient in dependents]
         if saved.options.recompute:  # of x and w13
-            if gradients and name == "x" and saved_tensor is None:
+            if gradients and name == "x":
                 raise TypeError("saved.x: got None; wanted the forward's rows, for recompute")
-        elif missing and saved_tensor is None:
+        elif missing:
             raise ValueError(
                 f"gradients: got {missing[0]!r}, but saved.{name} is None; wanted it in the forward's "
                 "gradients, too"

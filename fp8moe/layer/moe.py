@@ -291,7 +291,7 @@ def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
 
 def _recorded(saved: Saved, overwritten: tuple[int | None, int | None]) -> Saved:
     if overwritten != (None, None):
-        saved = replace(saved, overwritten=overwritten)
+        saved = saved.changed(overwritten=overwritten)
     if counters.counting():
         counters.record_saved(saved.nbytes)
     return saved
@@ -787,4 +787,4 @@ def _of_this_rank(saved: Saved) -> Saved:
     """``saved`` without the fields that only the public functions read."""
     if saved.route is None and saved.overwritten == (None, None):
         return saved
-    return replace(saved, route=None, overwritten=(None, None), later=())
+    return saved.changed(route=None, overwritten=(None, None), later=())  # type: ignore[no-any-return]

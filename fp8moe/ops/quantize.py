@@ -46,9 +46,10 @@ def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None
     if not isinstance(q, QuantTensor):
         return None
     codes = q.data
-    if not isinstance(codes, (np.ndarray, DeviceArray)):  # as inside of an operation
-        codes = interop.framework_of(codes, f"{name}.data").view(codes, f"{name}.data")
-    place = place_of(codes)
+    if isinstance(codes, (np.ndarray, DeviceArray)):  # as inside of an operation
+        place = place_of(codes)
+    else:
+        place = interop.framework_of(codes, f"{name}.data").place(codes, f"{name}.data")
     return None if place is None else overwrite_counts[place]
 
 

@@ -28,9 +28,9 @@ from fp8moe.runtime.interop import (
     load_module,
     require_cupy,
 )
+from fp8moe.runtime.interop.base import NOWHERE, place_of
 from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
 
-NOWHERE = -1  # the device of arrays that have a shape and no memory: nothing is executed
 DESCRIPTIONS = frozenset(("fmt", "block", "layout", "transposed"))  # arguments and fields that hold no arrays
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
 
@@ -269,13 +269,6 @@ _counting = threading.Lock()
 def count_overwrite(place: tuple[Device, int]) -> None:
     with _counting:  # += reads, then writes
         overwrite_counts[place] += 1
-
-
-def place_of(raw: RawArray) -> tuple[Device, int] | None:
-    """Device and address of a raw array; None while only shapes are known."""
-    if isinstance(raw, np.ndarray):
-        return "cpu", raw.__array_interface__["data"][0]
-    return None if raw.device == NOWHERE else (raw.device, raw.ptr)
 
 
 # ---------------------------------------------------------------- backends, by device

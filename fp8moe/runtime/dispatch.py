@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
+from fp8moe.records import DeviceArray, Options, PermutationPlan, Quantized, QuantTensor, Record
 from fp8moe.runtime import checks, interop
 from fp8moe.runtime.call import NOWHERE, Call, NotRecordable, current
 from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
@@ -53,10 +53,26 @@ def clear_recordings() -> None:
     _recordings.clear()
 
 
-#: types whose values go into a key without their type
-PLAIN = METADATA_TYPES - {bool, float}
 _UNKNOWN: Any = object()
-_ARRAY: Any = object()  # an array in a key: shapes and dtypes of all arrays come at the end
+#: an array in a key: shapes and dtypes of all arrays come at the end
+_ARRAY: Any = object()
+#: what a value adds to a key, by its type: itself, itself with its type, `_ARRAY`, or its parts
+_PLAIN, _TYPED, _TUPLE, _RECORD = "plain", "typed", "tuple", "record"
+#: types whose values are told apart by equality alone: True, 1 and 1.0 are equal, but not interchangeable
+PLAIN = METADATA_TYPES - {bool, float}
+_forms: dict[type, Any] = {bool: _TYPED, float: _TYPED, tuple: _TUPLE, **dict.fromkeys(PLAIN, _PLAIN)}
+
+
+def _form_of(kind: type) -> Any:
+    """What values of a type add to a key; None where that depends on the value."""
+    form = None
+    if interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
+        form = _ARRAY
+    elif issubclass(kind, Record):
+        form = _RECORD
+    elif issubclass(kind, (np.generic, Options)):
+        form = _TYPED
+    return None if form is None else _forms.setdefault(kind, form)
 
 
 def operation(function: Function) -> Function:
@@ -72,28 +88,25 @@ def operation(function: Function) -> Function:
             return _run_now(function, names, arguments, options)
         key: list[Any] = [function, len(arguments), *options]
         arrays: list[Any] = []
-        array_kind = None  # of the last array, as most calls have arrays of one type
         remaining = [iter(given)]
         while remaining:  # records and tuples are replaced by their parts
             for value in remaining[-1]:
                 kind = type(value)
-                if kind in PLAIN:
+                form = _forms.get(kind) or _form_of(kind)
+                if form is _PLAIN:
                     key.append(value)
-                elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
-                    key.append((kind, value))
-                elif kind is array_kind or interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
-                    array_kind = kind
+                elif form is _ARRAY:
                     key.append(_ARRAY)
                     arrays.append(value)
-                elif kind is tuple:
-                    key.append((tuple, len(value)))  # otherwise (1,), 7 and 1, (7,) would be the same
-                    remaining.append(iter(value))
-                    break
-                elif isinstance(value, Record):
+                elif form is _RECORD:
                     key.append(kind)
                     remaining.append(iter(vars(value).values()))
                     break
-                elif isinstance(value, np.generic) or is_metadata(value):
+                elif form is _TUPLE and not PLAIN.issuperset(map(type, value)):
+                    key.append((tuple, len(value)))  # otherwise (1,), 7 and 1, (7,) would be the same
+                    remaining.append(iter(value))
+                    break
+                elif form is not None or is_metadata(value):
                     key.append((kind, value))
                 else:
                     return _run_now(function, names, arguments, options)

@@ -16,8 +16,6 @@ import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +39,6 @@ from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in, is_metadata, 
 #: descriptors get addresses outside any allocation, a different one for each buffer, aligned as its array is
 FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42
 
-Getter = Callable[[list[Any]], Any]
-
 
 class Buffer(int):
     """The number of a buffer that the call allocates. Dropping its last reference logs its release."""
@@ -62,7 +58,8 @@ class DryRun(Call):
     made: what launchers make once per recording, by key; alive until the end of the call.
     steps: n for the allocation of buffer n, ~n for its release; a `Step` for each launch and memset.
     events: what `fp8moe.trace` counts. uploads: whether the call copies something from the host.
-    argument_of: by the id of the raw form of an argument that holds arrays: its index, from the end.
+    num_arguments: of the call. argument_of: by the id of the raw form of an argument that holds arrays: its
+        number.
     overwritten: (buffer, offset in bytes) of each array that `count_overwrite` was called for.
     """
 
@@ -82,7 +79,7 @@ class DryRun(Call):
         self.made: dict[Any, Any] = {}
         self.events: list[tuple[str, Any]] = []
         self.uploads = False
-        self.argument_of: dict[int, int] = {}
+        self.num_arguments, self.argument_of = 0, dict[int, int]()
         self.overwritten: list[tuple[int, int]] = []
         self.inputs: list[DeviceArray] = []
         for shape, dtype, align in described:
@@ -140,50 +137,38 @@ class DryRun(Call):
     def depends_on_values(self) -> None:
         raise NotRecordable
 
-    def getters(self, values: Iterable[Any], places: dict[int, tuple[int, int]]) -> list[Getter]:
-        """For each value, a function that gets it from a list of the call's arrays and arguments. places: by
-        the number of a buffer, its index in the list first."""
-        getters: list[Getter] = []
-        for value in values:
-            if id(value) in self.argument_of:
-                getters.append(itemgetter(self.argument_of[id(value)]))
-            elif type(value) is DeviceArray:
-                number = int(value.owner)
-                if value.start or tuple(value.shape) != tuple(self.buffers[number][0]):
-                    raise NotRecordable
-                getters.append(itemgetter(places[number][0]))
-            elif isinstance(value, Record):
-                fields, variable = dict(vars(value)), {}
-                for name, part in vars(value).items():
-                    if type(part) not in METADATA_TYPES and not (type(part) is tuple and is_metadata(part)):
-                        fields[name], variable[name] = None, part  # the fields stay in their order
-                parts = list(zip(variable, self.getters(variable.values(), places), strict=True))
-                getters.append(partial(_new_record, type(value), fields, parts))
-            elif is_metadata(value):
-                getters.append(partial(_constant, value))
-            elif isinstance(value, tuple):
-                getters.append(partial(_new_tuple, self.getters(value, places)))
-            else:
-                raise NotRecordable
-        return getters
+
+class _Made(NamedTuple):
+    """A part of a call's result: a record (kind: its type), or a tuple, or a constant (kind: None).
+
+    fields: of a record, with those that hold no arrays; of a constant its value. parts: names, of a record's
+    other fields, and where their values are among the call's values."""
+
+    kind: type | None
+    fields: Any
+    parts: list[tuple[str, int]]
 
 
-def _new_record(
-    kind: type, fields: dict[str, Any], parts: list[tuple[str, Getter]], values: list[Any]
-) -> Any:
-    new: Any = object.__new__(kind)
-    new.__dict__.update(fields)
-    for name, get in parts:
-        new.__dict__[name] = get(values)
-    return new
-
-
-def _new_tuple(parts: list[Getter], values: list[Any]) -> tuple[Any, ...]:
-    return tuple([get(values) for get in parts])
-
-
-def _constant(value: Any, values: list[Any]) -> Any:
-    return value
+def _parts_of(value: Any, index_of: Callable[[Any], int | None], made: list[_Made], first: int) -> int:
+    """The index of a result among a call's values, which `made` are added to from ``first`` on. index_of:
+    None for what is made."""
+    index = index_of(value)
+    if index is not None:
+        return index
+    if isinstance(value, Record):
+        fields, parts = dict(vars(value)), []
+        for name, part in vars(value).items():
+            if type(part) not in METADATA_TYPES and not (type(part) is tuple and is_metadata(part)):
+                fields[name] = None  # the fields stay in their order
+                parts.append((name, _parts_of(part, index_of, made, first)))
+        made.append(_Made(type(value), fields, parts))
+    elif is_metadata(value):
+        made.append(_Made(None, value, []))
+    elif isinstance(value, tuple):
+        made.append(_Made(tuple, None, [("", _parts_of(part, index_of, made, first)) for part in value]))
+    else:
+        raise NotRecordable
+    return first + len(made) - 1
 
 
 # ---------------------------------------------------------------- replay
@@ -250,7 +235,18 @@ class Recording:
         self._overwritten = [(places[n][0], places[n][1] + start) for n, start in call.overwritten]
         self._address, self._wrap, self._count_in = framework.address, framework.wrap, framework.overwritten
         self._to_wrap = [places[n][0] for n in returned if n >= first and not framework.allocates_results]
-        (self._result,) = call.getters((result,), places)
+
+        def index_of(value: Any) -> int | None:
+            if id(value) in call.argument_of:
+                return number + call.argument_of[id(value)]
+            if type(value) is not DeviceArray:
+                return None
+            if value.start or tuple(value.shape) != tuple(call.buffers[int(value.owner)][0]):
+                raise NotRecordable
+            return places[int(value.owner)][0]
+
+        self._made = list[_Made]()
+        self._result = _parts_of(result, index_of, self._made, number + call.num_arguments)
         #: every input that is written to with every other input, and their sizes in bytes; each pair once
         self.pairs: list[tuple[int, int, int, int]] = []
         for i in written:
@@ -282,7 +278,18 @@ class Recording:
         for number in self._to_wrap:
             arrays[number] = self._wrap(arrays[number])
         arrays += given
-        return self._result(arrays)
+        for kind, fields, parts in self._made:
+            new: Any = fields
+            if kind is tuple:
+                new = tuple([arrays[index] for _, index in parts])
+            elif kind is not None:
+                new = object.__new__(kind)
+                values = new.__dict__
+                values.update(fields)
+                for name, index in parts:
+                    values[name] = arrays[index]
+            arrays.append(new)
+        return arrays[self._result]
 
     def _launch(self, addresses: list[int], arrays: list[Any], stream: int) -> None:
         for allocated, plan, released in self._parts:
@@ -314,6 +321,7 @@ def record(
     Raises NotRecordable."""
     call = DryRun(described, device, framework)
     given = (*arguments, *options.values())
+    call.num_arguments = len(given)
     raw: list[Any] = []
     written: list[int] = []
     inputs = call.inputs[::-1]
@@ -323,7 +331,7 @@ def record(
         is_array = interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
         if is_array or isinstance(value, (Record, tuple)):
             value = inputs.pop() if is_array else replace_arrays(lambda *_: inputs.pop(), value, name)
-            call.argument_of[id(value)] = len(raw) - len(given)
+            call.argument_of[id(value)] = len(raw)
         raw.append(value)
         if name in WRITTEN:
             written += range(before, len(described) - len(inputs))

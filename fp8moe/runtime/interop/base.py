@@ -40,6 +40,17 @@ def require_cupy(purpose: str) -> ModuleType:
         ) from error
 
 
+NOWHERE = -1  # the device of arrays that have a shape and no memory: nothing is executed
+Place = tuple[Device, int]  # device and address
+
+
+def place_of(raw: RawArray) -> Place | None:
+    """Where a raw array lies; None while only shapes are known."""
+    if isinstance(raw, np.ndarray):
+        return "cpu", raw.__array_interface__["data"][0]
+    return None if raw.device == NOWHERE else (raw.device, raw.ptr)
+
+
 def describe_device(device: Device) -> str:
     return "the CPU" if device == "cpu" else f"CUDA device {device}"
 
@@ -52,6 +63,10 @@ class Framework:
 
     def view(self, x: Any, name: str) -> RawArray:
         return require_contiguous(x, name, "numpy.ascontiguousarray")
+
+    def place(self, x: Any, name: str) -> Place | None:
+        """Where an array lies; None while only shapes are known. It may refuse what `view` refuses."""
+        return place_of(self.view(x, name))
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         if device == "cpu":

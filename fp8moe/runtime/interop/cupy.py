@@ -17,6 +17,7 @@ from fp8moe.runtime.interop.base import (
     Description,
     Device,
     Framework,
+    Place,
     RawArray,
     Wanted,
     known_dtype,
@@ -34,6 +35,9 @@ class Cupy(Framework):
             raise not_contiguous(name, x.shape, x.strides, f"cupy.ascontiguousarray({name})")
         memory = x.data
         return DeviceArray(memory.ptr, x.shape, known_dtype(x.dtype, name), memory.device_id, x)
+
+    def place(self, x: Any, name: str) -> Place:
+        return x.data.device_id, x.data.ptr
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         cupy = sys.modules["cupy"]

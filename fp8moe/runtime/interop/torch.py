@@ -16,6 +16,7 @@ from fp8moe.runtime.interop.base import (
     Description,
     Device,
     Framework,
+    Place,
     RawArray,
     Wanted,
     dtype_named,
@@ -101,6 +102,13 @@ class Torch(Framework):
         if not x.numel():
             return np.empty(tuple(shape), dtype)
         return np.asarray(_CpuMemory(x, ptr, plain_dtype(dtype))).view(dtype)
+
+    def place(self, x: Any, name: str) -> Place | None:
+        try:
+            address = x.data_ptr() if x.is_cuda else 0
+        except RuntimeError:  # as in `view`, which says why
+            address = 0
+        return (x.get_device(), address) if address else super().place(x, name)
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         if device == "cpu":
