@@ -27,7 +27,7 @@ from fp8moe.activation import GATED, SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
-from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of
+from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words
 from fp8moe.layer.options import ArgumentsBesideRecompute, options_of
 from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
@@ -353,7 +353,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return self._options.num_sms
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
+        options = ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
+        return f"{options}, {in_words(self)}"
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         if self._options.precision.quantizes:
