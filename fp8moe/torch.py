@@ -3,6 +3,7 @@
 Needs ``pip install 'fp8moe[torch]'``. DeepGEMM, DeepEP and symmetric memory are imported when they are used.
 """
 
+from fp8moe.adapters.torch.accumulation import set_fuse_wgrad_accumulation
 from fp8moe.adapters.torch.deepgemm import deepgemm_grouped_gemm
 from fp8moe.adapters.torch.distributed.deep_ep import DeepEPEngine, DeepEPRoute
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
@@ -39,7 +40,7 @@ from fp8moe.adapters.torch.router import Router, route
 from fp8moe.adapters.torch.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad, scaled_mm
 from fp8moe.adapters.torch.sharding import LoadPlanner, clip_grad_norm_, exclude_from_ddp, param_groups
 from fp8moe.adapters.torch.stats import LayerStats, TensorStats, tensor_stats
-from fp8moe.adapters.torch.weights import model_report, weights_unchanged
+from fp8moe.adapters.torch.weights import weights_unchanged
 
 __all__ = [
     "MOST_RANKS",
@@ -59,7 +60,6 @@ __all__ = [
     "dequantize",
     "exclude_from_ddp",
     "grouped_gemm",
-    "model_report",
     "moe_experts",
     "moe_experts_permuted",
     "pad",
@@ -81,6 +81,7 @@ __all__ = [
     "scaled_grouped_mm_wgrad",
     "scaled_mm",
     "scaling_aware_transpose",
+    "set_fuse_wgrad_accumulation",
     "shard_placement",
     "sort_chunks",
     "swiglu",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import FP8_NOISE
+from grad_sums import check_added
 from oracles import torch_swiglu
 
 pytest.importorskip("torchtitan")
@@ -113,6 +114,15 @@ def test_routed_experts(recipe, recompute, inner):
     own, roundings = (x, 6) if inner is GroupedExperts else (x.bfloat16(), 14)
     y = plain(own, scores, ids, counts)
     assert (y - wanted[0]).norm() <= roundings * 2.0**-9 * wanted[0].norm()
+
+
+def test_the_gemms_add_weight_gradients_to_grad():
+    experts = converted(config()).build().bfloat16()
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    x, *rest = routed()
+    dy = torch.randn(B, L, D).bfloat16()
+    check_added([*experts.parameters()], lambda: experts(x.bfloat16(), *rest).backward(dy))
 
 
 @pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])

@@ -1,6 +1,7 @@
 """One rank of test_torch_functional.py, for compiled code over several ranks: ``python
 torch_functional_rank.py RANK WORLD FILE``."""
 
+import contextlib
 import os
 import sys
 import warnings
@@ -8,8 +9,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from grad_sums import check_added
 
 from fp8moe import Activation
+from fp8moe.adapters.torch.accumulation import set_fuse_wgrad_accumulation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.layer import FP8FlowMoE
@@ -145,6 +148,25 @@ with pytest.raises(Exception, match="comm: got a Other without a handle in compi
 for call in (moe_experts, compiled(moe_experts)):
     with pytest.raises(Exception, match="backend: got 'mma' for arrays on the CPU"):
         call(x, w13, w2, ids, probs, comm=comm, backend="mma")
+
+# GEMMs that add to this rank's part of a sharded grad, and to the grads that DistributedDataParallel reduces
+layer = FP8FlowMoE(H, 128, E, K, process_group=dist.group.WORLD, dtype=torch.bfloat16)
+dy = numbers(*x.shape, seed=RANK).bfloat16()
+check_added([layer.w13, layer.w2], lambda: layer(x).backward(dy))
+for as_view in (False, True):
+    reduced = []
+    for enabled in (True, False):  # of float32 gradients the bits are the same
+        set_fuse_wgrad_accumulation(enabled)
+        torch.manual_seed(0)
+        layer = FP8FlowMoE(H, 128, E, K)
+        ddp = torch.nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=as_view)
+        for number in range(4):
+            with ddp.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+                ddp(x * (number + 1)).backward(dy)
+        reduced.append([w.grad.clone() for w in layer.parameters()])
+    for a, b in zip(*reduced, strict=True):
+        assert a.any()
+        assert torch.equal(a, b)
 dist.barrier()
 dist.destroy_process_group()
 print("right", flush=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import fp8moe
+from fp8moe.adapters.torch.accumulation import accumulators_of, no_entries
 from fp8moe.adapters.torch.arguments import (
     NO_TARGETS,
     NUMBERS,
@@ -35,6 +36,7 @@ from fp8moe.adapters.torch.halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch.library import dispatch_modes, once_differentiable, operator
 from fp8moe.adapters.torch.main_grad import (
     OF_WEIGHTS,
+    computes_halves,
     main_grads_of,
     set_added,
     shared_zeros,
@@ -93,12 +95,11 @@ class Experts(torch.autograd.Function):
                     return grads
             else:
                 backward = partial(fp8moe.moe_backward, saved, **arguments, gradients=requested)
-        dtypes, probs_dtype = ctx.dtypes
         if dispatch_modes():
             work = multiplications_of(source, ctx.num_rows, dy.shape[1], requested, ctx.options)
             backward = partial(_backward_in_view, backward, dy, source, work)
-        dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, requested, ctx.options)
-        return dx, *rest, None if dprobs is None else dprobs.to(probs_dtype), *[None] * 7
+        dx, dprobs, *rest = _backward(ctx, backward, source, requested)
+        return dx, *rest, None if dprobs is None else dprobs.to(ctx.dtypes[1]), *[None] * 7
 
 
 def _saved_by_autograd(ctx: Any) -> Saved:
@@ -199,24 +200,36 @@ def _requested_gradients(ctx: Any) -> list[str]:
     return [name for name in names_of(ctx.options.gradients) if name in requested]
 
 
+def _accumulators(ctx: Any, source: Saved | SavedForWeights) -> list[Tensor | None]:
+    """The ``grad`` of each weight that the running backward may add its gradient to."""
+    of_weights = [
+        n for name, (n, _) in zip(ctx.names, ctx.next_functions, strict=False) if name in OF_WEIGHTS
+    ]
+    nodes = iter(of_weights)
+    grads = accumulators_of(ctx, [None if dtype is None else next(nodes) for dtype in ctx.dtypes[0]])
+    if computes_halves(ctx.options) and not ctx.options.w13_is_pair:
+        grads[0] = None  # both halves are computed first
+    # chunks would round a bfloat16 sum several times
+    return [None if g is not None and source.later and g.dtype == torch.bfloat16 else g for g in grads]
+
+
 def _backward(
-    backward: Any,
-    source: Saved | SavedForWeights,
-    parameters: Any,
-    dtypes: Any,
-    requested: Collection[str],
-    options: Options,
+    ctx: Any, backward: Any, source: Saved | SavedForWeights, requested: Collection[str]
 ) -> list[Tensor | None]:
     """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not requested."""
-    mains = main_grads_of(parameters, requested)
+    parameters, dtypes, options = ctx.parameters, ctx.dtypes[0], ctx.options
+    mains, own = main_grads_of(parameters, requested), _accumulators(ctx, source)
+    targets = [grad if main is None else main for main, grad in zip(mains, own, strict=True)]
     # torch.autograd.grad raises for None
     is_partial = len(requested) < len(names_of(options.gradients))
-    dx, dprobs, *weight_grads = weight_gradients(backward, source, mains, dtypes, options)
+    dx, dprobs, *weight_grads = weight_gradients(backward, source, targets, dtypes, options)
     grads: list[Tensor | None] = []
-    for w, main, dtype, new in zip(parameters, mains, dtypes, weight_grads, strict=True):
-        if main is None:
-            grads.append(None if new is None else new.to(dtype))
-        else:
+    for w, main, grad, dtype, new in zip(parameters, mains, own, dtypes, weight_grads, strict=True):
+        if main is not None:
             grads.append(shared_zeros(main, dtype) if is_partial or wants_zeros(w) else None)
             set_added(w)
+        elif grad is not None:
+            grads.append(no_entries(grad))
+        else:
+            grads.append(None if new is None else new.to(dtype))
     return [dx if "dx" in requested else None, dprobs if "dprobs" in requested else None, *grads]

@@ -137,11 +137,15 @@ def _written(x: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat((offsets[:-1], offsets.new_full((1,), x.shape[0])))
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """dy.T @ x for each expert's rows, in bfloat16."""
-    if on_hopper(x):
+def _weight_gradient(node: Any, weight: int, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """dy.T @ x for each expert's rows, in bfloat16. weight: number of the weight among the tensors that
+    ``node``, which runs, has gradients of."""
+    if not on_hopper(x):
+        return nn.functional.grouped_mm(dy.t(), x, offs=offsets[1:])
+    if torch.compiler.is_compiling():  # Dynamo traces this
         return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None, None, None)  # type: ignore[no-any-return]
-    return nn.functional.grouped_mm(dy.t(), x, offs=offsets[1:])
+    options = x.dtype, None, None
+    return torch_ops.weight_gradient(dy, x, offsets, *options, node, node.next_functions[weight][0])
 
 
 def _products(
@@ -195,7 +199,7 @@ class _Recomputed(torch.autograd.Function):
             if later:
                 ctx.half = Half(dy, (a, dh))
         if needs_dw13:
-            dw13 = _weight_gradient(dh, x, offsets)
+            dw13 = _weight_gradient(ctx, 2, dh, x, offsets)
         if needs_dw2:
-            dw2 = _weight_gradient(dy.contiguous(), a, offsets)
+            dw2 = _weight_gradient(ctx, 3, dy.contiguous(), a, offsets)
         return dx, dprobs, dw13, dw2, None, None

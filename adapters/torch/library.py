@@ -447,6 +447,7 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
             return backward(ctx, *grads)
         if not saves_inputs:
             raise RuntimeError(_CREATE_GRAPH)
+        ctx.creates_graph = True  # the grad mode is off in the function below
         return _NotDifferentiable.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
 
     return run

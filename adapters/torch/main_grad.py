@@ -1,5 +1,5 @@
 """The gradients of a call's weights: which are added to a ``main_grad``, in which dtype and parts they are
-computed."""
+computed. accumulation.py says which are added to a ``grad``."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ def computes_halves(options: Options) -> bool:
 
 
 def weight_gradients(
-    backward: Any, source: Saved | SavedForWeights, mains: Any, dtypes: Any, options: Options
+    backward: Any, source: Saved | SavedForWeights, targets: Any, dtypes: Any, options: Options
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2; a weight gradient with an entry in ``mains`` is added to it.
-    backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2; a weight gradient with an entry in ``targets``, a ``main_grad``
+    or a ``grad``, is added to it. backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
     in_halves = computes_halves(options)
-    main13, main3, main2 = mains
-    halves = (main13, main3) if options.w13_is_pair else (None, None)
+    target13, target3, target2 = targets
+    halves = (target13, target3) if options.w13_is_pair else (None, None)
     # added below, not by the product, which adds sums in float32
-    added_later = in_halves and not options.w13_is_pair and main13 is not None
+    added_later = in_halves and not options.w13_is_pair and target13 is not None
     # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
     all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later and not added_later
     g = backward(
-        dw13=halves if in_halves else main13,
-        dw2=main2,
+        dw13=halves if in_halves else target13,
+        dw2=target2,
         dtype="bfloat16" if all_bfloat16 else "float32",
         ffn=options.ffn,
     )
@@ -102,9 +102,9 @@ def weight_gradients(
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
     if options.w13_is_pair:
         return [g.dx, g.dprobs, *g.dw13, g.dw2]
-    if main13 is None:
+    if target13 is None:
         with torch.autocast(g.dw13[0].device.type, enabled=False):  # of float16 it would reject bfloat16
             return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
-    for half, added in zip(main13.chunk(2, dim=1), g.dw13, strict=True):
+    for half, added in zip(target13.chunk(2, dim=1), g.dw13, strict=True):
         half.add_(added)
-    return [g.dx, g.dprobs, main13, None, g.dw2]
+    return [g.dx, g.dprobs, target13, None, g.dw2]

@@ -24,8 +24,9 @@ from torch import Tensor
 
 import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad
+from fp8moe.adapters.torch.accumulation import accumulators_of, no_entries
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import OPERATORS, operator, operator_of
+from fp8moe.adapters.torch.library import OPERATORS, dispatch_modes, operator, operator_of
 from fp8moe.adapters.torch.operation import (
     Gradient,
     Values,
@@ -404,16 +405,35 @@ def _product_of_codes(function: Any, values: Values) -> Any:
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    needs_dx, needs_dw, *_ = asked_for(values["node"])
-    dx, dw = None, None
+    node, dx, dw = values["node"], None, None
+    needs_dx, needs_dw, *_ = asked_for(node)
     if needs_dx:
         dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, None, not values["transpose_w"], backend, num_sms)
     if needs_dw:
-        # float16 outputs are not supported
-        dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
         pair = (x, dy) if values["transpose_w"] else (dy, x)
-        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms, None).to(w.dtype)
+        following = node.next_functions[1][0]
+        dw = weight_gradient(pair[0], pair[1], offsets, w.dtype, backend, num_sms, node, following)
     return [dx, dw]
+
+
+def weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    backend: str | None,
+    num_sms: int | None,
+    node: Any,
+    following: Any,
+) -> Tensor:
+    """The weight gradient that ``node``, which runs, passes to ``following``."""
+    (grad,) = (None,) if dispatch_modes() else accumulators_of(node, [following])
+    if grad is not None:
+        fp8moe.grouped_gemm_wgrad(dy, x, offsets, grad, backend=backend, num_sms=num_sms)
+        return no_entries(grad)
+    # float16 outputs are not supported
+    name = "float32" if dtype == torch.float16 else str(dtype).removeprefix("torch.")
+    return _grouped_gemm_wgrad.run(dy, x, offsets, name, backend, num_sms, None).to(dtype)
 
 
 _product = operation(

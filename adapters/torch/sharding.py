@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fp8moe.adapters.torch.accumulation import LocalPart
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, of_other_ranks
 from fp8moe.adapters.torch.library import differentiable
 from fp8moe.adapters.torch.operation import check_values, is_partitioned
@@ -160,7 +161,12 @@ def replicated(w: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 def local_of(w: Tensor) -> Tensor:
     """This rank's part of a weight, differentiable; plain tensors are returned unchanged."""
-    return w.to_local() if isinstance(w, DTensor) else w  # type: ignore[no-any-return]
+    if not isinstance(w, DTensor):
+        return w
+    equal = all(type(p) is Shard and w.shape[p.dim] % w.device_mesh.size() == 0 for p in w.placements)
+    if torch.compiler.is_compiling() or not equal:
+        return w.to_local()  # type: ignore[no-any-return]
+    return LocalPart.apply(w, False)  # type: ignore[no-any-return]
 
 
 def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -172,7 +178,7 @@ def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
     check_own_experts(name, w, mesh)
     if not isinstance(w, DTensor):
         return w
-    return (_local_in_graph if torch.compiler.is_compiling() else _Local.apply)(w, False)  # type: ignore[no-any-return]
+    return (_local_in_graph if torch.compiler.is_compiling() else LocalPart.apply)(w, False)  # type: ignore[no-any-return]
 
 
 def check_own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> None:
@@ -197,32 +203,10 @@ def replica_of(name: str, w: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         whole = w.redistribute(placements=w.placements)  # its backward sums
         return whole.to_local(grad_placements=[Partial()] * w.device_mesh.ndim)  # type: ignore[no-any-return]
-    return _Local.apply(w, True)  # type: ignore[no-any-return]
+    return LocalPart.apply(w, True)  # type: ignore[no-any-return]
 
 
-class _Local(torch.autograd.Function):
-    """This rank's part of a DTensor: DTensor's own operations take the host 17 us in a forward, this takes 6.
-    sums: whether the gradient becomes the sum over the ranks of the mesh."""
-
-    @staticmethod
-    def forward(ctx, w, sums):  # type: ignore[no-untyped-def]
-        ctx.mesh, ctx.placements, ctx.sums = w.device_mesh, w.placements, sums
-        ctx.set_materialize_grads(False)
-        return w._local_tensor.view_as(w._local_tensor)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        if grad is None:
-            return None, None
-        if ctx.sums:
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            for group in ctx.mesh.get_all_groups():
-                dist.all_reduce(grad, group=group)
-        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False), None
-
-
-_local_in_graph = differentiable(_Local)
+_local_in_graph = differentiable(LocalPart)
 
 
 def checksum(tensors: Iterable[Tensor], start: Any, mesh: DeviceMesh) -> int:
