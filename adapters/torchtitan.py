@@ -42,7 +42,7 @@ from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
-from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, weights_unchanged
+from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words, weights_unchanged
 from fp8moe.layer.options import LayerFields, LayerOptions
 from fp8moe.layer.recipes import Recipe
 
@@ -174,7 +174,8 @@ class FP8RoutedExperts(RoutedExperts):
         return all(_OfRoutedExperts.is_whole(self, name, w) for name, w in masters.items())
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{n}={getattr(self._options, n)!r}" for n in OPTIONS)
+        options = ", ".join(f"{n}={getattr(self._options, n)!r}" for n in OPTIONS)
+        return f"{options}, {in_words(self)}"
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Distribute the experts over the ranks of torchtitan's meshes, as `RoutedExperts` does.

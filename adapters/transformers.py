@@ -54,7 +54,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
 from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, weights_unchanged
-from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions
+from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions, options_of
 from fp8moe.layer.recipes import Recipe, RecipeName
 
 __all__ = ["FP8WeightsCallback", "activation_of", "enable"]
@@ -101,7 +101,7 @@ def enable(
     torch.Size([1, 5, 128])
     """
     # the activation is each module's
-    how = LayerOptions(SWIGLU, recipe, **options)
+    how = options_of("enable", options, activation=SWIGLU, recipe=recipe)
     registered = *ALL_EXPERTS_FUNCTIONS.items(), *EPImplementationInterface().items()
     if name in {"eager", *(key for key, value in registered if value.__module__ != __name__)}:
         raise ValueError(

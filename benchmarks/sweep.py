@@ -103,7 +103,8 @@ class Weights:
             "fp8_flow": lambda x: flow(x, ids, probs),
             "fp8_flow, moe_experts": lambda x: function(x),
         }
-        shared: dict[str, torch.nn.Module] = {"fp8_flow": flow, "fp8_flow, moe_experts": self.layer}
+        parameters = torch.nn.ParameterList([w13, w2])
+        shared: dict[str, torch.nn.Module] = {"fp8_flow": flow, "fp8_flow, moe_experts": parameters}
         if (experts_of_transformers := self.of_transformers()) is not None:
             forwards["fp8_flow, transformers"] = lambda x: experts_of_transformers(x, ids, probs)
             shared["fp8_flow, transformers"] = experts_of_transformers

@@ -40,7 +40,7 @@ from fp8moe.adapters.torch.router import Router, route
 from fp8moe.adapters.torch.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad, scaled_mm
 from fp8moe.adapters.torch.sharding import LoadPlanner, clip_grad_norm_, exclude_from_ddp, param_groups
 from fp8moe.adapters.torch.stats import LayerStats, TensorStats, tensor_stats
-from fp8moe.adapters.torch.weights import weights_unchanged
+from fp8moe.adapters.torch.weights import model_report, weights_unchanged
 
 __all__ = [
     "MOST_RANKS",
@@ -60,6 +60,7 @@ __all__ = [
     "dequantize",
     "exclude_from_ddp",
     "grouped_gemm",
+    "model_report",
     "moe_experts",
     "moe_experts_permuted",
     "pad",

@@ -8,6 +8,7 @@ import threading
 import types
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -378,6 +379,44 @@ def test_chunks_with_padded_weights_of_which_one_is_frozen(wanted):
         assert a.any()
         # values below 2^-15 of their tile's largest change by 2^-19 of it
         assert np.linalg.norm(a - b) <= 2.0**-14 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("backward", [fp8moe.moe_backward, fp8moe.moe_backward_input])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_altered_saved_tensors_are_named_before_anything_is_sent(recompute, backward, monkeypatch):
+    """In the record of the first chunk and of a later one."""
+    inputs, dy = layer_inputs(1)
+    comm = alone()
+    comm.overlap_chunks = 3
+    _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow", recompute=recompute, comm=comm)
+    monkeypatch.setattr(Threads, "exchange", lambda *_: pytest.fail("something was sent"))
+    for name in ("probs", "x") if recompute else ("probs", "x", "h", "a"):
+        for value in (None, fp8moe.quantize(np.ones((3, 128), np.float32)) if name in "xa" else dy[:3]):
+            for n in (0, 1, 2):
+                chunks = [replace(saved, later=()), *saved.later]
+                chunks[n] = replace(chunks[n], **{name: value})
+                altered = replace(chunks[0], later=tuple(chunks[1:]))
+                where = "saved" if n == 0 else f"saved\\.later\\[{n - 1}\\]"
+                with pytest.raises((TypeError, ValueError), match=rf"{where}\.{name}\b"):
+                    backward(altered, dy, comm=comm)
+
+
+def test_altered_operands_of_a_chunk_are_named_before_anything_is_added():
+    inputs, dy = layer_inputs(1)
+    comm = alone()
+    comm.overlap_chunks = 2
+    _, saved = fp8moe.moe_forward(**inputs, recipe="bf16", comm=comm)
+    _, operands = fp8moe.moe_backward_input(saved, dy, comm=comm)
+    dw2 = np.zeros(inputs["w2"].shape, np.float32)
+    for changed, words in (
+        ({"a": dy[:3]}, r"operands\.later\[0\]\.a: got shape"),
+        ({"a": None}, r"operands\.later\[0\]\.a: got None"),
+        ({"a": None, "dy": None}, r"operands\.later\[0\]\.dy: got one in some chunks only"),
+    ):
+        altered = replace(operands, later=(replace(operands.later[0], **changed),))
+        with pytest.raises((TypeError, ValueError), match=words):
+            fp8moe.moe_backward_weight(altered, dw2=dw2)
+        assert not dw2.any()
 
 
 def test_exchange_of_a_chunk_overlaps_products_of_another(monkeypatch):

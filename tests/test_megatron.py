@@ -591,14 +591,16 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
 
 
 def test_arguments_that_the_config_says_are_refused_by_name():
+    """And misspelt ones, by the name of the function that was called."""
     spec, config = get_gpt_layer_local_spec(num_experts=4), moe_config()
-    for name, value in (("recompute", "moe_expert"), ("activation", fp8moe.Activation("relu2"))):
-        for call in (
-            lambda options: megatron.use_fp8_flow(spec, **options),
-            lambda options: megatron.FP8FlowExperts(2, config, pg_collection=groups(), **options),
-            lambda options: megatron.FP8FlowMoELayer(config, pg_collection=groups(), **options),
+    wrong = {"recompute": "moe_expert", "activation": fp8moe.Activation("relu2"), "recipee": "bf16"}
+    for name, value in wrong.items():
+        for function, call in (
+            ("use_fp8_flow", lambda options: megatron.use_fp8_flow(spec, **options)),
+            ("FP8FlowExperts", lambda o: megatron.FP8FlowExperts(2, config, pg_collection=groups(), **o)),
+            ("FP8FlowMoELayer", lambda o: megatron.FP8FlowMoELayer(config, pg_collection=groups(), **o)),
         ):
-            with pytest.raises(TypeError, match=f"argument '{name}'"):
+            with pytest.raises(TypeError, match=rf"^{function}\(\) got .* argument '{name}'; .* num_sms"):
                 call({name: value})
 
 

@@ -111,7 +111,8 @@ def test_errors_name_the_argument_that_was_changed(door):
     assert wrong == []
 
 
-def test_missing_weights_of_a_backward_are_named():
+@pytest.mark.parametrize("name", ["w2", "probs"])
+def test_missing_arrays_of_a_backward_are_named(name):
     call = CALLS["moe_backward"]
-    with pytest.raises(TypeError, match=r"saved\.w2: got None"):
-        fp8moe.moe_backward(**call | {"saved": replace(call["saved"], w2=None)})
+    with pytest.raises(TypeError, match=rf"saved\.{name}: got None"):
+        fp8moe.moe_backward(**call | {"saved": replace(call["saved"], **{name: None})})

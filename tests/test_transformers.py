@@ -425,6 +425,8 @@ def test_backend_and_limit_reach_the_products(option, value, wrong):
         experts(*routed()[:3])
     with pytest.raises(ValueError, match=f"{option}: got {wrong!r}; wanted"):
         adapter.enable(**{option: wrong})
+    with pytest.raises(TypeError, match=rf"^enable\(\) got an unexpected .* '{option}s'; .* {option}"):
+        adapter.enable(**{f"{option}s": value})
 
 
 def test_dropped_experts():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8moe
 from fp8moe.adapters.torch import weights as torch_weights
@@ -435,3 +436,76 @@ def test_torchtitans_steps(device):
         assert calls == [0, 0]  # made on entry
     finally:
         trainer_module.Trainer.train_step = original
+
+
+def test_a_report_of_a_model(device):
+    doors = {name: DOORS[name](device) for name in ("transformers", "torchtitan", "megatron")}
+    bf16 = fp8moe.torch.FP8FlowMoE(H, F, E, K, recipe="bf16", device=device)
+    model = nn.ModuleDict(doors | {"bf16": bf16})
+    names = {
+        "transformers": "Qwen3MoeExperts",
+        "torchtitan": "FP8RoutedExperts",
+        "megatron": "FP8FlowExperts",
+    }
+    nbytes = 2 * E * 3 * F * H + 2 * 4 * E * 3 * F * H // 128**2  # codes and float32 scales, two orientations
+
+    def report(how, held):
+        lines = [f"{n}: {c}, fp8_flow, FP8 copies {how}, {held} bytes held" for n, c in names.items()]
+        return "\n".join([*lines, "bf16: FP8FlowMoE, bf16, no FP8 copies"])
+
+    report_of = fp8moe.torch.model_report
+    assert report_of(model) == report("made in each forward", 0)
+    optimizer = fused(model)
+    for options, until in (({}, ""), ({"optimizer": optimizer}, " until the optimizer's step")):
+        with weights_unchanged(model, **options):
+            assert report_of(model) == report(f"shared in weights_unchanged(){until}", nbytes)
+            assert f"{nbytes} bytes held" in repr(doors["torchtitan"])
+        assert report_of(model) == report("made in each forward", 0)
+    assert fp8moe.torch.model_report(nn.Linear(2, 2)) == "no experts of this library"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(door, reentrant):
+    """A recomputed forward reads the copies of the first, and makes none."""
+    x, ids, probs = inputs(door)
+    x.requires_grad_()
+
+    def backward(checkpointed):
+        call = partial(forward, door)
+        y = checkpoint(call, x, ids, probs, use_reentrant=reentrant) if checkpointed else call(x, ids, probs)
+        y.float().square().sum().backward()
+        gradients = [x.grad, *(p.grad for p in door.parameters())]
+        x.grad = None
+        door.zero_grad()
+        return gradients
+
+    wanted = backward(False)
+    with weights_unchanged(door):
+        for _ in range(2):
+            assert casts_of(lambda: backward(True)) <= 2
+        assert casts_of(lambda: backward(True)) == 0
+        for a, b in zip(backward(True), wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torchtitan", "function"])
+def test_compiled(device, kind):
+    """Compiled code reads the copies that were made on entry; functions make theirs, always current."""
+    torch.compiler.reset()
+    door = DOORS[kind](device)
+    compiled = torch.compile(partial(forward, door), backend="aot_eager", fullgraph=True)
+    x = inputs(door)
+    for _ in range(2):
+        assert torch.equal(compiled(*x), fresh(door, *x))
+        multiply_data(door, None)
+        assert torch.equal(compiled(*x), fresh(door, *x))
+        with weights_unchanged(door):
+            wanted = fresh(door, *x)
+            with fp8moe.trace() as traced:
+                assert torch.equal(compiled(*x), wanted)
+                compiled(*x).sum().backward()
+            assert traced.weight_casts == (4 if kind == "function" else 0)
+            fused(door).step()
+            if kind != "function":
+                with pytest.raises(Exception, match="got changed weights although"):
+                    compiled(*x)

@@ -22,7 +22,7 @@ from fp8moe.adapters.jax import calls as jax_calls
 from fp8moe.adapters.jax import expert_parallel
 from fp8moe.adapters.jax import ops as jax_ops
 from fp8moe.formats import BFLOAT16, round_up
-from fp8moe.layer.options import LayerArguments, LayerOptions
+from fp8moe.layer.options import LayerArguments, LayerOptions, options_of
 from fp8moe.records import MoEGrads, Quantized
 from fp8moe.runtime import checks
 
@@ -126,7 +126,7 @@ def moe_experts(
     >>> layer(x, w13, w2, ids, probs).tolist()
     [[100.0]]
     """
-    how = LayerOptions(activation, **options)
+    how = options_of("moe_experts", options, activation=activation)
     layer = _Layer(how, checks.flag("transposed", transposed), axis_name, capacity, num_out_tokens)
     if not isinstance(token_sharding, (jax.sharding.NamedSharding, type(None))):
         raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
@@ -26,8 +27,8 @@ from fp8moe.activation import GATED, SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
-from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of
-from fp8moe.layer.options import LayerArguments, LayerOptions
+from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words
+from fp8moe.layer.options import ArgumentsBesideRecompute, options_of
 from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
 
@@ -92,10 +93,8 @@ def refused_with(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     return REFUSED | REFUSED_IN_FP8 if recipe.quantizes else REFUSED
 
 
-def _options_of(recompute: str | None, given: Any) -> LayerOptions:
-    """Options for the arguments of a layer. Raises TypeError for ones that its config says: what the backward
-    recomputes, and the activation, which is set later."""
-    return LayerOptions(SWIGLU, recompute=recompute, **given)
+#: what Megatron's config says, until it is read
+OF_CONFIG: dict[str, Any] = {"activation": SWIGLU, "recompute": None}
 
 
 def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, ...]]) -> None:
@@ -216,12 +215,12 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         submodules: Any = None,
         pg_collection: Any = None,
         name: str | None = None,
-        **options: Unpack[LayerArguments],
+        **options: Unpack[ArgumentsBesideRecompute],
     ):
         super().__init__(config=config)
         modules = config.recompute_modules or () if config.recompute_granularity == "selective" else ()
         recompute = "moe_expert" if "moe_act" in modules else None
-        self._options = _options_of(recompute, options)
+        self._options = options_of("FP8FlowExperts", options, **OF_CONFIG | {"recompute": recompute})
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         recipe = self._options.precision
         check_config(config, groups, refused_with(recipe))
@@ -354,7 +353,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return self._options.num_sms
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
+        options = ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
+        return f"{options}, {in_words(self)}"
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         weights = self.weight1, self.weight2
@@ -651,8 +651,9 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         **options: Any,
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        given = {n: options.pop(n) for n in LayerArguments.__annotations__ if n in options}
-        how = _options_of(None, given)
+        of_megatron = inspect.signature(MoELayer.__init__).parameters
+        given = {n: options.pop(n) for n in [*options] if n not in of_megatron}
+        how = options_of("FP8FlowMoELayer", given, **OF_CONFIG)
         check_config(config, groups, refused_with(how.precision) | REFUSED_BY_LAYER)
         activation_of(config)
         if config.moe_shared_expert_overlap and getattr(config, "cuda_graph_impl", "none") != "none":
@@ -755,7 +756,7 @@ def use_fp8_flow(
     *,
     dispatcher: str = "fp8moe",
     pg_collection: Any = None,
-    **options: Unpack[LayerArguments],
+    **options: Unpack[ArgumentsBesideRecompute],
 ) -> Any:
     """Copy a layer spec, with every `MoELayer` replaced by this library's layer.
 
@@ -794,7 +795,7 @@ def use_fp8_flow(
     >>> megatron.use_fp8_flow([spec, spec], recipe="fp8_flow")[0] is spec
     False
     """
-    options = {"recipe": _options_of(None, options).recipe, **options}
+    options = {"recipe": options_of("use_fp8_flow", options, **OF_CONFIG).recipe, **options}
     checks.choice("dispatcher", dispatcher, ("fp8moe", "megatron"))
     replaced = []
 

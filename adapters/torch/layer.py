@@ -45,6 +45,7 @@ from fp8moe.adapters.torch.weights import (
     FP8Weights,
     Holder,
     codes_of,
+    in_words,
     is_capturing,
     is_freed,
     weights_of,
@@ -492,7 +493,7 @@ class FP8FlowMoE(nn.Module):
     def fp8_weight_nbytes(self) -> int:
         """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none."""
         copies = weights_of(self).copies
-        return 0 if copies is None else sum(t.nbytes for t in copies.tensors)
+        return 0 if copies is None else copies.nbytes
 
     def stats(self) -> LayerStats:
         """Return statistics of the last forward and backward since ``collect_stats`` was set.
@@ -557,7 +558,7 @@ class FP8FlowMoE(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self._hidden} x {self._ffn}, {self._num_experts} experts, top-{self.topk}"
         options = ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
-        return f"{sizes}, {options}, {self._ranks}"
+        return f"{sizes}, {options}, {self._ranks}, {in_words(self)}"
 
     def __getstate__(self) -> dict[str, Any]:
         return _without_own_state(super().__getstate__())

@@ -33,7 +33,7 @@ from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime.record_trees import arrays_in
 from fp8moe.runtime.scopes import Opening, Scope
 
-__all__ = ["weights_unchanged"]
+__all__ = ["model_report", "weights_unchanged"]
 
 #: those of weights_unchanged(), None without
 Optimizers = tuple[torch.optim.Optimizer, ...] | None
@@ -323,6 +323,10 @@ class Copies:
         self._states = [(_storage(w), _view(w), _version(w)) for _, w in self.masters()]
 
     @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
     def current(self) -> bool:
         """Whether they may be used: no longer than the context that they were made in is open."""
         return self.valid and (self._number is None or self._number in self._declared)
@@ -455,6 +459,59 @@ def _state_of(module: nn.Module) -> FP8Weights | None:
 
 #: functions that give the Holder of a module of another library, or None for one that is not known
 holders_of_others: list[Callable[[nn.Module], type[Holder] | None]] = []
+
+
+def model_report(model: nn.Module) -> str:
+    """Describe the experts of a model: recipe, and how their FP8 weights are made and held now.
+
+    Parameters
+    ----------
+    model : Module
+        A model with experts in any form that `weights_unchanged` knows but functions.
+
+    Returns
+    -------
+    str
+        A line per module of experts: its name and class, recipe, whether FP8 copies of the weights are made
+        in each forward or shared and until when, and the bytes of the copies that are held.
+
+    Examples
+    --------
+    >>> from fp8moe.torch import FP8FlowMoE, model_report, weights_unchanged
+    >>> layer = FP8FlowMoE(128, 128, num_experts=2, topk=1)
+    >>> model_report(layer)
+    '(model): FP8FlowMoE, fp8_flow, FP8 copies made in each forward, 0 bytes held'
+    >>> with weights_unchanged(layer):
+    ...     model_report(layer)
+    '(model): FP8FlowMoE, fp8_flow, FP8 copies shared in weights_unchanged(), 196656 bytes held'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; wanted a Module")
+    lines = []
+    for name, module in model.named_modules():
+        _state_of(module)  # makes those of other libraries' modules
+        if isinstance(vars(module).get("_fp8_weights"), FP8Weights):
+            recipe = weights_of(module).holder.recipe(module).name
+            lines.append(f"{name or '(model)'}: {type(module).__name__}, {recipe}, {in_words(module)}")
+    return "\n".join(lines) or "no experts of this library"
+
+
+def in_words(module: Any) -> str:
+    """How the FP8 copies of a module's weights are made and held."""
+    weights = weights_of(module)
+    if not weights.holder.recipe(module).quantizes:
+        return "no FP8 copies"
+    copies = weights.copies
+    nbytes = 0 if copies is None else copies.nbytes
+    how = "made in each forward"
+    if not weights.holder.shares(module):
+        how = "made in each forward, of weights that are computed anew at each access"
+    elif weights.declared:
+        renewed = all(d.renewed for d in weights.declared.values())
+        how = "shared in weights_unchanged()" + (" until the optimizer's step" if renewed else "")
+    elif copies is not None and copies.current:
+        how = "of quantize_weights()" if copies.requested else "shared by micro-batches"
+    return f"FP8 copies {how}, {nbytes} bytes held"
 
 
 def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> None:

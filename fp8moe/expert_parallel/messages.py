@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8moe.formats import round_up
-from fp8moe.ops.permute import permute
+from fp8moe.ops.permute import raw_permute
 from fp8moe.ops.plan import plan_routing_map
 from fp8moe.ops.quantize import check_quantize, quantize_spec
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
@@ -198,7 +198,7 @@ def pack_by_rank(x: Any, fmt: str | None, plan: PermutationPlan, zeros: bool, *p
     # slot: with n slots 2 n rows of traffic instead of 3 + n
     if zeros or layout.plain or (fmt is None and a.plan.max_experts_per_token > MOST_PLACES):
         rows = a.x if layout.plain else _packed(a.x, fmt, a.parts)
-        return call.leave(permute(rows, a.plan, fill_padding=zeros).data)
+        return call.leave(raw_permute(rows, a.plan, fill_padding=zeros).data)
     rows, where = a.plan.num_out_tokens, a.plan.row_id_map
     if fmt is None:
         each = (*_parts(a.x), *a.parts)

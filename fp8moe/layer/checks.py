@@ -210,18 +210,13 @@ def _refuse_on_cpu(options: LayerOptions, device: Device) -> None:
         raise not_on_cpu(*next((name, value) for name, value in options.gemm.items() if value is not None))
 
 
-def check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
+def _check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
     """Check the kinds of a record's fields, which `dataclasses.replace` may have altered; arrays: the names
     of those that are arrays or None."""
     if not isinstance(record.options, LayerOptions):
         raise TypeError(f"{name}.options: got {type(record.options).__name__}; wanted the forward's")
     if not isinstance(record.plan, (PermutationPlan, PlacedRows)):
         raise TypeError(f"{name}.plan: got {type(record.plan).__name__}; wanted the forward's")
-    later = record.later
-    if type(later) is not tuple or not all(isinstance(chunk, type(record)) for chunk in later):
-        raise TypeError(
-            f"{name}.later: got {type(later).__name__}; wanted a tuple of {type(record).__name__}"
-        )
     for field in arrays:
         value = getattr(record, field)
         if value is None:
@@ -239,14 +234,24 @@ _IN_FP8 = frozenset(("x", "a", "dy", "dh"))
 _DEPENDENTS = {"x": ("dw13",), "h": ("dx", "dprobs", "dw13"), "a": ("dw2",)}
 
 
+def with_names(name: str, record: Any) -> list[tuple[str, Any]]:
+    """The record, and those of the chunks after the first, with their names."""
+    later = record.later
+    if type(later) is not tuple or not all(isinstance(chunk, type(record)) for chunk in later):
+        raise TypeError(
+            f"{name}.later: got {type(later).__name__}; wanted a tuple of {type(record).__name__}"
+        )
+    return [(name, record), *((f"{name}.later[{n}]", chunk) for n, chunk in enumerate(later))]
+
+
 def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     """Check that the forward saved what the gradients need, and that no FP8 weight was overwritten since.
     Returns the gradients."""
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted the second result of moe_forward")
-    check_fields("saved", saved, ("probs", "x", "h", "a"))
-    for chunk in saved.later:
-        check_fields("saved.later", chunk, ("probs", "x", "h", "a"))
+    chunks = with_names("saved", saved)
+    for name, chunk in chunks:
+        _check_fields(name, chunk, ("probs", "x", "h", "a"))
     for field in ("w13", "w2"):
         weight = getattr(saved, field)
         if weight is None:
@@ -265,18 +270,21 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
         )
     if saved.w2 is None and not {*gradients} <= {"dw2"}:
         raise TypeError("saved.w2: got None; wanted the forward's weights")
-    for name, dependents in _DEPENDENTS.items():
-        if getattr(saved, name) is not None:
-            continue
-        missing = [gradient for gradient in gradients if gradient in dependents]
-        if saved.options.recompute:  # of x and w13
-            if gradients and name == "x":
-                raise TypeError("saved.x: got None; wanted the forward's rows, for recompute")
-        elif missing:
-            raise ValueError(
-                f"gradients: got {missing[0]!r}, but saved.{name} is None; wanted it in the forward's "
-                "gradients, too"
-            )
+    for name, chunk in chunks if saved.w13 is not None else ():
+        if chunk.probs is None:  # the activation's backward would take them for ones
+            raise TypeError(f"{name}.probs: got None; wanted the forward's array")
+        for field, dependents in _DEPENDENTS.items():
+            if getattr(chunk, field) is not None:
+                continue
+            missing = [gradient for gradient in gradients if gradient in dependents]
+            if saved.options.recompute:  # of x and w13
+                if gradients and field == "x":
+                    raise TypeError(f"{name}.x: got None; wanted the forward's rows, for recompute")
+            elif missing:
+                raise ValueError(
+                    f"gradients: got {missing[0]!r}, but {name}.{field} is None; wanted it in the forward's "
+                    "gradients, too"
+                )
     for name, w, count in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         now = None if count is None or w is None else times_overwritten(w, name)
         if now is not None and now != count:  # None also if only shapes are known
@@ -294,34 +302,44 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     return tuple(gradients)
 
 
-def check_saved_tensors(saved: Saved, gradients: Collection[str]) -> None:
+def check_saved_tensors(saved: Saved, gradients: Collection[str], name: str = "saved") -> None:
     """Check the tensors that the forward saved, which `dataclasses.replace` may have altered: no operation of
     the backward checks them again."""
     call, recipe, plan = current.call, saved.options.precision, saved.plan
     _refuse_on_cpu(saved.options, call.device)
     if saved.w13 is None:  # nothing is computed of the others
-        _check_plan(call, "saved", plan, recipe, "E")
+        _check_plan(call, name, plan, recipe, "E")
         return
     dtypes: tuple[Any, ...] = (BFLOAT16,) if recipe.quantizes else checks.FLOATS
-    experts, columns, hidden = _check_weights("saved.w13", saved.w13, recipe, dtypes, ("E", "N", "H"))
+    experts, columns, hidden = _check_weights(f"{name}.w13", saved.w13, recipe, dtypes, ("E", "N", "H"))
     multiple = saved.options.activation.columns(recipe.ffn_multiple)
     if columns % multiple:
-        raise ValueError(f"saved.w13: got {columns} rows; wanted a multiple of {multiple}, as the forward's")
+        raise ValueError(f"{name}.w13: got {columns} rows; wanted a multiple of {multiple}, as the forward's")
     if saved.options.recompute and gradients and recipe.quantizes and saved.w13.rowwise is None:
-        raise TypeError("saved.w13.rowwise: got None; wanted the forward's codes, for recompute")
+        raise TypeError(f"{name}.w13.rowwise: got None; wanted the forward's codes, for recompute")
     ffn = saved.options.activation.width(columns)
     if not recipe.quantizes:
         dtypes = (saved.w13.dtype,)
     if saved.w2 is not None:
-        _check_weights("saved.w2", saved.w2, recipe, dtypes, (experts, hidden, ffn))
-    rows = _check_plan(call, "saved", plan, recipe, experts)
-    _check_rows("saved.x", saved.x, recipe, dtypes, (_rows_of_x(plan, recipe), hidden))
+        _check_weights(f"{name}.w2", saved.w2, recipe, dtypes, (experts, hidden, ffn))
+    rows = _check_plan(call, name, plan, recipe, experts)
+    _check_rows(f"{name}.x", saved.x, recipe, dtypes, (_rows_of_x(plan, recipe), hidden))
     if saved.x is not None and recipe.scaling_aware and "dw13" in gradients:  # which transposes x
-        checks.powers_of_two(call, "saved.x", saved.x)
+        checks.powers_of_two(call, f"{name}.x", saved.x)
     checks.arrays(
-        ("saved.h", saved.h, dtypes, (rows, columns)), ("saved.probs", saved.probs, checks.FLOATS, (rows,))
+        (f"{name}.h", saved.h, dtypes, (rows, columns)),
+        (f"{name}.probs", saved.probs, checks.FLOATS, (rows,)),
     )
-    _check_rows("saved.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
+    _check_rows(f"{name}.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
+
+
+@operation
+def check_later_chunk(name: str, record: Saved | SavedForWeights, gradients: Collection[str]) -> None:
+    """Check the arrays of a chunk after the first before anything is sent, or added."""
+    if isinstance(record, Saved):
+        check_saved_tensors(record, gradients, name)
+    else:
+        _check_operands(record, name)
 
 
 def _check_weights(
@@ -461,6 +479,27 @@ def check_backward(
     _check_outputs(saved, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
+def check_fields_of_operands(operands: Any) -> list[tuple[str, SavedForWeights]]:
+    """Check the kinds of the operands' fields, and that all chunks have the same; returns the chunks' records
+    with their names."""
+    if not isinstance(operands, SavedForWeights):
+        raise TypeError(
+            f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
+        )
+    chunks = with_names("operands", operands)
+    for name, chunk in chunks:
+        _check_fields(name, chunk, ("dy", "a", "dh", "x"))
+        for pair in (("dy", "a"), ("dh", "x")):
+            missing = [field for field in pair if getattr(chunk, field) is None]
+            if len(missing) == 1:
+                raise ValueError(
+                    f"{name}.{missing[0]}: got None; wanted it with {' and '.join(pair)}, or neither"
+                )
+            if (not missing) != (getattr(operands, pair[0]) is not None):
+                raise ValueError(f"{name}.{pair[0]}: got one in some chunks only; wanted it in all or none")
+    return chunks
+
+
 def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
     """Check all arguments of `moe_backward_weight`, before anything is added."""
     _check_operands(operands)
@@ -474,23 +513,23 @@ def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, f
     _check_outputs(operands, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
-def _check_operands(operands: SavedForWeights) -> None:
+def _check_operands(operands: SavedForWeights, name: str = "operands") -> None:
     call, recipe, plan = current.call, operands.options.precision, operands.plan
     _refuse_on_cpu(operands.options, call.device)
-    rows = _check_plan(call, "operands", plan, recipe, "E")
+    rows = _check_plan(call, name, plan, recipe, "E")
     outer = _rows_of_x(plan, recipe)
     for left, right, of_rows in (("dy", "a", (outer, rows)), ("dh", "x", (rows, outer))):
         first, second = getattr(operands, left), getattr(operands, right)
         if first is None:
             continue
-        for name, x, count, dtypes in (
+        for field, x, count, dtypes in (
             (left, first, of_rows[0], checks.FLOATS),
             (right, second, of_rows[1], (getattr(first, "dtype", None),)),
         ):
-            transposed = recipe.scaling_aware and name in ("a", "dh")
-            _check_rows(f"operands.{name}", x, recipe, dtypes, (count, "K"), transposed=transposed)
+            transposed = recipe.scaling_aware and field in ("a", "dh")
+            _check_rows(f"{name}.{field}", x, recipe, dtypes, (count, "K"), transposed=transposed)
             if recipe.scaling_aware and not transposed:  # it is transposed for the gradient
-                checks.powers_of_two(call, f"operands.{name}", x)
+                checks.powers_of_two(call, f"{name}.{field}", x)
 
 
 def _check_outputs(

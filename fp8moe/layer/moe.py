@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -22,8 +21,9 @@ from fp8moe.layer.checks import (
     check_backward,
     check_before_sending,
     check_dy,
-    check_fields,
+    check_fields_of_operands,
     check_gradients,
+    check_later_chunk,
     check_layer,
     check_operands,
     check_permuted,
@@ -609,6 +609,8 @@ def _backward_over_ranks(
 ) -> tuple[Any, Any]:
     """(dx, dprobs); ``weights`` is called with the operands of each chunk's weight gradients."""
     chunks = [saved, *(replace(chunk, w13=saved.w13, w2=saved.w2) for chunk in saved.later)]
+    for number, chunk in enumerate(chunks[1:]):  # before anything is sent
+        check_later_chunk(f"saved.later[{number}]", _of_this_rank(chunk), gradients)
     pending_operands: list[SavedForWeights] = []
 
     def inputs(number: int, dy: Any) -> tuple[Any, Any]:
@@ -692,7 +694,7 @@ def moe_backward_input(
     if comm is None or saved.route is None:
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
-    check_dy(saved, dy, gradients, saved.num_tokens)
+    check_backward(_of_this_rank(saved), dy, None, None, "float32", gradients, None, saved.num_tokens)
     chunk_operands: list[SavedForWeights] = []
     dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, chunk_operands.append)
     return MoEGrads(dx, dprobs, None, None), replace(chunk_operands[0], later=tuple(chunk_operands[1:]))
@@ -748,19 +750,7 @@ def moe_backward_weight(
     >>> fp8moe.moe_backward_weight(operands, dw2=total).dw2 is total, total.item()
     (True, 101.0)
     """
-    if not isinstance(operands, SavedForWeights):
-        raise TypeError(
-            f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
-        )
-    check_fields("operands", operands, ("dy", "a", "dh", "x"))
-    for chunk in operands.later:
-        check_fields("operands.later", chunk, ("dy", "a", "dh", "x"))
-    for chunk, pair in itertools.product((operands, *operands.later), (("dy", "a"), ("dh", "x"))):
-        missing = [name for name in pair if getattr(chunk, name) is None]
-        if len(missing) == 1:
-            raise ValueError(
-                f"operands.{missing[0]}: got None; wanted it with {' and '.join(pair)}, or neither"
-            )
+    chunks = check_fields_of_operands(operands)
     operands = _limited(operands, num_sms)
     wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
     check_wanted(dw13, dw2, wanted)
@@ -769,6 +759,8 @@ def moe_backward_weight(
         return MoEGrads(None, None, None, None)
     if operands.later:
         check_sums(dtype, wanted, dw13, dw2)
+        for name, chunk in chunks[1:]:  # before anything is added
+            check_later_chunk(name, chunk, wanted)
     total = MoEGrads(None, None, dw13, dw2)
     for chunk in (replace(operands, later=()), *operands.later):
         total = _added(chunk, total, dtype, ffn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -14,19 +15,26 @@ from fp8moe.runtime import checks
 RECOMPUTE = None, "moe_expert"
 
 
-class ArgumentsBesideRecipe(TypedDict, total=False):
-    """`LayerArguments` for functions that name the recipe themselves."""
-
-    recompute: str | None
+class GemmArguments(TypedDict, total=False):
     backend: str | None
     num_sms: int | None
 
 
-class LayerArguments(ArgumentsBesideRecipe, total=False):
-    """The options as keyword arguments of a public function: ``**options: Unpack[LayerArguments]``. The
-    activation is not among them: of some layers the model says it."""
+class ArgumentsBesideRecipe(GemmArguments, total=False):
+    """`LayerArguments` for functions that name the recipe themselves."""
+
+    recompute: str | None
+
+
+class ArgumentsBesideRecompute(GemmArguments, total=False):
+    """`LayerArguments` for functions whose model says what is computed again."""
 
     recipe: RecipeName
+
+
+class LayerArguments(ArgumentsBesideRecipe, ArgumentsBesideRecompute, total=False):
+    """The options as keyword arguments of a public function: ``**options: Unpack[LayerArguments]``. The
+    activation is not among them: of some layers the model says it."""
 
 
 @dataclass(kw_only=True)
@@ -94,3 +102,15 @@ class LayerOptions(Options):
 
 
 _NAMES = tuple(field.name for field in fields(LayerOptions))
+
+
+def options_of(function: str, given: Mapping[str, Any], **known: Any) -> LayerOptions:
+    """The options of a function: its ``**options``, and what it knows without them. Raises TypeError, by the
+    function's name as Python does, for another name among the former."""
+    for name in given:
+        if name in known or name not in _NAMES:
+            wanted = ", ".join(n for n in _NAMES if n not in known)
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}; its options are {wanted}"
+            )
+    return LayerOptions(**known, **given)

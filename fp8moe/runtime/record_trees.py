@@ -70,7 +70,10 @@ def map_arrays(fn: Callable[[Any], Any], value: Any) -> Any:
         return value if is_metadata(value) else tuple([map_arrays(fn, part) for part in value])
     new = object.__new__(kind)
     for field in form:
-        new.__dict__[field] = map_arrays(fn, getattr(value, field))
+        part = getattr(value, field)
+        if type(part) not in METADATA_TYPES:  # most are, and a call for each takes longer than the rest
+            part = fn(part) if _forms.get(type(part)) is _ARRAY else map_arrays(fn, part)
+        new.__dict__[field] = part
     return new
 
 
@@ -88,12 +91,14 @@ def _collect(value: Any, arrays: list[Any]) -> None:
         return
     if form is _ARRAY:
         arrays.append(value)
-    elif form is _TUPLE:
-        for part in value:
-            _collect(part, arrays)
     else:
-        for field in form:
-            _collect(getattr(value, field), arrays)
+        for part in value if form is _TUPLE else [getattr(value, field) for field in form]:
+            if type(part) in METADATA_TYPES:  # as in `map_arrays`
+                continue
+            if _forms.get(type(part)) is _ARRAY:
+                arrays.append(part)
+            else:
+                _collect(part, arrays)
 
 
 def nbytes(*values: Any) -> int:
