@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import measure_tree
@@ -15,6 +16,8 @@ import pytest
 
 import fp8moe
 from fp8moe import info
+from fp8moe.layer.options import LayerOptions
+from fp8moe.records import Options, Record
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
@@ -148,6 +151,14 @@ def test_info_imports_every_topic_of_the_reference():
 def test_modules_of_expert_parallelism():
     stems = {path.stem for path in files("fp8moe/expert_parallel")}
     assert stems == {"__init__", "protocols", "messages", "exchange", "overlap", "blocks"}
+
+
+def test_no_record_is_the_default_of_a_field():
+    """Dynamo of torch 2.11, which traces the constructors of frozen records, cannot wrap such a default."""
+    kinds = [*Options.__subclasses__(), *Record.__subclasses__()]
+    assert LayerOptions in kinds
+    for kind in kinds:
+        assert not [f.name for f in fields(kind) if isinstance(f.default, (Options, Record))], kind
 
 
 def test_every_package_is_in_the_wheel():
