@@ -360,6 +360,18 @@ def test_parts_of_two_dtypes_raise(recipe):
         jax_layer.moe_experts(x, *weights, ids, probs, recipe=recipe)
 
 
+@pytest.mark.parametrize("name", ["x", "w13", "w2"])
+def test_codes_without_scales_raise(name):
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    given = {"x": x, "w13": jnp.concatenate((w1, w3), 1), "w2": w2, "topk_ids": ids, "topk_probs": probs}
+    for dtype in ("float8_e4m3fn", "int8"):
+        codes = given | {name: given[name].astype(dtype)}
+        with pytest.raises(TypeError, match=rf"^{name}: got dtype {dtype}, codes without scales; wanted"):
+            jax_layer.moe_experts(**codes)
+    with pytest.raises(TypeError, match=rf"^{name}: got dtype int32; wanted .*; pass {name}\.astype"):
+        jax_layer.moe_experts(**given | {name: given[name].astype(jnp.int32)})
+
+
 def test_options_of_one_kind_of_parallelism_without_it_raise():
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     arrays = x, (w1, w3), w2, ids, probs

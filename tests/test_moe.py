@@ -398,6 +398,16 @@ def test_validation_errors_name_the_argument():
     w1, w3 = map(np.ascontiguousarray, np.split(inputs["w13"], 2, 1))
     bad = [
         ({"x": inputs["x"].astype(np.float32)}, TypeError, "x: got dtype float32; wanted bfloat16"),
+        (
+            {"w2": inputs["w2"].astype(np.float64)},
+            TypeError,
+            "w2: got dtype float64; .*; pass w2 in float32$",
+        ),
+        (
+            {"w13": inputs["w13"].astype(np.int8)},
+            TypeError,
+            "w13: got dtype int8; .*; pass w13 in float32, times the scales of its codes$",
+        ),
         ({"x": fp8moe.quantize(inputs["x"])}, TypeError, "x: got a QuantTensor; wanted an array"),
         (
             {"w13": inputs["w13"][:, :130].copy()},

@@ -209,7 +209,7 @@ def _operands(x: Any, w13: Any, w2: Any, layer: _Layer) -> tuple[Any, Any, Any]:
         elif not isinstance(a, (jax.Array, np.ndarray)):
             raise jax_ops.no_jax_array(name, a)
         elif a.dtype not in checks.FLOATS:
-            raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
+            raise checks.not_values(name, a.dtype, f"{name}.astype('float32')")
         elif name != "x" and a.ndim != 3:
             raise ValueError(
                 f"{name}: got shape {list(a.shape)}; wanted three dimensions, the first of experts"

@@ -33,6 +33,7 @@ from fp8moe.adapters.torch.library import (
     refuse_export,
 )
 from fp8moe.records import Options
+from fp8moe.runtime import checks
 from fp8moe.runtime.docstrings import differentiable_in, docstring_of
 from fp8moe.runtime.interop.torch import check_memory, nested
 from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in
@@ -322,14 +323,8 @@ def check_float(name: str, x: Any, dimensions: int = 1, *, may_be_sharded: bool 
 
 def check_values(name: str, dtype: torch.dtype) -> None:
     """Checks for a dtype of values, not of codes."""
-    if dtype in DIFFERENTIABLE:
-        return
-    if dtype.is_floating_point or dtype in (torch.int8, torch.uint8):
-        raise TypeError(
-            f"{name}: got dtype {dtype}, codes without scales; wanted bfloat16, float16, float32 or "
-            f"float64; pass {name}.float() times the scales"
-        )
-    raise TypeError(f"{name}: got dtype {dtype}; wanted a floating-point dtype; pass {name}.float()")
+    if dtype not in DIFFERENTIABLE:
+        raise checks.not_values(name, dtype, f"{name}.float()")
 
 
 def refuse_codes(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -113,8 +113,8 @@ def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
                     f"True); pass fp8moe.quantize_weights({name})"
                 )
             setattr(a, name, w.rowwise)
-        else:
-            checks.dtype(name, w, recipe.weight_dtypes or (a.x.dtype,), _in_one(name, w, quantized))
+        elif getattr(w, "dtype", None) not in (wanted := recipe.weight_dtypes or (a.x.dtype,)):
+            checks.dtype(name, w, wanted, _as_weights(name, w, wanted[-1].name, quantized))
     rows = "2F" if activation.gated else "F"
     checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
@@ -133,11 +133,12 @@ def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
     return int(experts)
 
 
-def _in_one(name: str, w: Any, quantized: bool) -> str:
-    """How to pass w1 and w3, which came in a tuple, for errors."""
-    if name != "w13" or not isinstance(w, tuple):
-        return ""
-    return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
+def _as_weights(name: str, w: Any, dtype: str, quantized: bool) -> str:
+    """How to pass weights of another kind or dtype, for errors."""
+    if name == "w13" and isinstance(w, tuple):
+        return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
+    codes = getattr(getattr(w, "dtype", None), "itemsize", 0) == 1
+    return f"pass {name} in {dtype}" + (", times the scales of its codes" if codes else "")
 
 
 def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:

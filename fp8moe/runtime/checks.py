@@ -79,6 +79,16 @@ def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> Non
         raise TypeError(f"{name}: got dtype {x.dtype.name}; wanted {names}{_fix(fix)}")
 
 
+def not_values(name: str, dtype: Any, cast: str) -> TypeError:
+    """The error for an array of codes or integers in place of values. cast: what makes them float32."""
+    if "float" in str(dtype) or str(dtype).endswith("int8"):
+        return TypeError(
+            f"{name}: got dtype {dtype}, codes without scales; wanted bfloat16, float16, float32 or "
+            f"float64; pass {cast} times the scales"
+        )
+    return TypeError(f"{name}: got dtype {dtype}; wanted a floating-point dtype; pass {cast}")
+
+
 def require_array(name: str, x: Any, fix: str = "") -> None:
     if is_metadata(x):
         raise TypeError(f"{name}: got {x!r}; wanted an array{_fix(fix)}")
