@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,9 +59,16 @@ class Experts(torch.autograd.Function):
             collector.forward(x, ids, num_experts, saved, options.ffn)
         if options.gradients:
             # autograd detects overwritten codes, even if saved-tensor hooks have moved them
-            saved = replace(saved, overwritten=(None, None))
-            ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
-            ctx.saved = map_arrays(lambda a: PLACEHOLDER if isinstance(a, Tensor) else a, saved)
+            tensors: list[Tensor] = []
+
+            def take(a: Any) -> Any:
+                if not isinstance(a, Tensor):
+                    return a
+                tensors.append(a)
+                return PLACEHOLDER
+
+            ctx.saved = map_arrays(take, saved.changed(overwritten=(None, None)))
+            ctx.save_for_backward(*tensors)
         inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
         ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
