@@ -275,8 +275,7 @@ class Operator:
             first = first.data
         elif type(first) is list:
             first = first[0]
-        # fake or subclass; the other arguments are of the same type
-        if type(first) not in PLAIN or dispatch_modes():
+        if not is_direct(first):  # the other arguments are of the same type
             return self.op(*self.flatten(arguments))
         n = self._positional
         result = self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
@@ -346,6 +345,12 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 
 #: tensor types without overridden behaviour
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def is_direct(x: Any) -> bool:
+    """Whether an operator's function may be called with tensors like this one in place of the operator, in
+    code that is not compiled: it is no fake tensor or subclass, and no dispatch mode sees the call."""
+    return type(x) in PLAIN and not dispatch_modes()
 
 
 def operator(name: str, **options: Any) -> Callable[[Callable[..., Any]], Operator]:

@@ -26,7 +26,7 @@ import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad
 from fp8moe.adapters.torch.accumulation import accumulators_of, no_entries
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import OPERATORS, dispatch_modes, operator, operator_of
+from fp8moe.adapters.torch.library import OPERATORS, dispatch_modes, is_direct, operator, operator_of
 from fp8moe.adapters.torch.operation import (
     Gradient,
     Values,
@@ -342,20 +342,24 @@ def quantize_weights(
     checks.flag("transposed", transposed)
     for i, w in enumerate(weights):
         check_float(f"x[{i}]" if isinstance(x, tuple) else "x", w)
-    weights = tuple(w.detach() for w in weights)
+    weights = tuple([w.detach() for w in weights])
     if not transposed and all(
         w.ndim == 3 and not w.is_contiguous() and w.mT.is_contiguous() for w in weights
     ):
-        weights, transposed = tuple(w.mT for w in weights), True
+        weights, transposed = tuple([w.mT for w in weights]), True
     # cloned, because NumPy must not reference the memory of CPU weights: FSDP could not free it
     weights = tuple(
-        w.clone(memory_format=torch.contiguous_format) if w.device.type == "cpu" else w.contiguous()
-        for w in weights
+        [
+            w.clone(memory_format=torch.contiguous_format) if w.device.type == "cpu" else w.contiguous()
+            for w in weights
+        ]
     )
     options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
     if out is not None:
         options |= {"x": weights if isinstance(x, tuple) else weights[0], "out": out}
         return unrecorded(fp8moe.quantize_weights, options, "out: got one", "None")  # type: ignore[no-any-return]
+    if not torch.compiler.is_compiling() and is_direct(weights[0]):  # its result is the record
+        return fp8moe.quantize_weights(weights if len(weights) > 1 else weights[0], **options)
     data, scales, column_data, column_scales = _quantize_weights(list(weights), *options.values())
     return Quantized(
         QuantTensor(data, scales, fmt, (128, 128)),
