@@ -155,11 +155,11 @@ class FP8RoutedExperts(RoutedExperts):
                 "weights for calls of the module that it was given"
             )
         options = self._options.arguments | {"comm": self._comm}
+        own, biases = _operands_of(tensors), [t for n, t in tensors.items() if "bias" in n]
+        options["fp8_weights"] = codes_of(self, own, (x, topk_scores, *biases[:1]))
         if type(experts) is not GptOssGroupedExperts:
-            own = _operands_of(tensors)
-            codes = codes_of(self, own, (x, topk_scores))
-            return moe_experts(x, *own, topk_expert_ids, topk_scores, fp8_weights=codes, **options)
-        _, bias13, _, bias2 = tensors.values()
+            return moe_experts(x, *own, topk_expert_ids, topk_scores, **options)
+        bias13, bias2 = biases
         if (ranks := self._tensor_parallel_ranks) > 1:  # they add their outputs, each with the bias
             if isinstance(experts.mlp2_bias_ED, DTensor):  # a replicated one: its gradients are not added
                 bias2 = ScaleBiasForward.apply(bias2, ranks, bias2.dtype)
@@ -167,7 +167,7 @@ class FP8RoutedExperts(RoutedExperts):
                 bias2 = bias2 / ranks
         options["activation"] = _OfRoutedExperts.activation(self)
         options["bias13"], options["bias2"] = gates_before_ups(bias13), bias2
-        return moe_experts(x, *_operands_of(tensors), topk_expert_ids, topk_scores, **options)
+        return moe_experts(x, *own, topk_expert_ids, topk_scores, **options)
 
     def _has_whole_weights(self) -> bool:
         masters = _OfRoutedExperts.masters(self)

@@ -256,8 +256,9 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
     if comm is None and getattr(experts, "_is_expert_parallel", False):
         # transformers' own expert parallelism names the experts of other ranks num_experts
         ids = torch.where(ids == len(w13), -1, ids)
-    if not experts.has_bias and hasattr(experts, "_fp8_weights"):
-        options["fp8_weights"] = codes_of(experts, (w13, w2), (x, probs))
+    if hasattr(experts, "_fp8_weights"):
+        rows = (x, probs) if bias13 is None else (x, probs, bias13)
+        options["fp8_weights"] = codes_of(experts, (w13, w2), rows)
     return moe_experts(x, w13, w2, ids, probs, **options, bias13=bias13, bias2=bias2, comm=comm)
 
 

@@ -377,9 +377,12 @@ class MoEGrads(Record):
         float32, or the requested dtype; a tuple has w1's and w3's gradients, [E, F, H] each.
     dw2 : ArrayLike, [E, H, F], or None
         As ``dw13``.
+    dbias13 : ArrayLike, float32 (float64 for float64 inputs), [E, 2F], or None
+        None for a layer without bias13.
     """
 
     dx: Array
     dprobs: Array
     dw13: Array
     dw2: Array
+    dbias13: Array = None

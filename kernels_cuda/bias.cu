@@ -1,9 +1,9 @@
-// The bias of the experts' second product, added to a token's merged row, and the gradient of the
-// probabilities that it is multiplied by.
+// The bias of the experts' second GEMM, added to a token's merged row, and the gradient of the probabilities
+// that it is multiplied by; the gradient of the first GEMM's bias, which that GEMM adds.
 //
 // add_biases_bf16 and add_biases_bf16_backward are the fast paths; add_biases_rows and
 // add_biases_rows_backward serve every other dtype and width. An id that is no expert's adds nothing.
-#include "common.cuh"
+#include "fp8.cuh"
 
 #define VECTORS 2           // 16-byte vectors of a row per thread, at a time
 #define EXPERTS 4           // experts whose biases are in flight at a time
@@ -181,4 +181,98 @@ extern "C" __global__ void add_biases_rows_backward(const void* grad, const void
     sum = block_reduce(sum, partial, [](double a, double b) { return a + b; });
     if (threadIdx.x == 0) store(grad_probs, entry, (int)probs_kind, kind == F64 ? sum : (double)(float)sum);
   }
+}
+
+// ---- sums over each expert's rows, in two steps: over chunks of at most 128 rows of one expert, then over
+// the chunks of an expert. The first chunk of expert e is number offsets[e] / 128 + e: no two experts share
+// one. If all offsets are multiples of 128 (`aligned`), it is number offsets[e] / 128, as of the tiles of
+// swiglu_transpose.cu.
+
+#define CHUNK 128
+#define SUM_THREADS 128
+#define IN_FLIGHT 8  // rows whose loads are in flight per thread
+
+struct Chunks {
+  const int* offsets;
+  i64 experts, rows, aligned;
+  __device__ __forceinline__ i64 row(i64 e) const { return clamped(offsets[e], rows); }
+  __device__ __forceinline__ i64 first(i64 e) const { return row(e) / CHUNK + (aligned ? 0 : e); }
+  // The last expert whose first chunk is at most this one; those before it without rows may have the same.
+  __device__ __forceinline__ i64 expert_of(i64 chunk) const {
+    i64 lo = 0, hi = experts;
+    while (hi - lo > 1) {
+      const i64 middle = (lo + hi) / 2;
+      (first(middle) <= chunk ? lo : hi) = middle;
+    }
+    return lo;
+  }
+};
+
+template <int FROM>
+__device__ __forceinline__ void sum_vectors(const void* x, i64 lo, i64 hi, i64 vectors, i64 vector,
+                                            float* sums) {
+  float total[8] = {};
+  for (i64 row = lo; row < hi; row += IN_FLIGHT) {
+    Eight<FROM> v[IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i)
+      if (row + i < hi) v[i] = load_eight<FROM>(x, (row + i) * vectors + vector);
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      if (row + i >= hi) continue;
+      float values[8];
+      floats<FROM>(v[i], values);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) total[c] += values[c];
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < 8; ++c) sums[8 * vector + c] = total[c];
+}
+
+// sums [chunks, width] of x [rows, width]: of each chunk that an expert has, row by row, in float32 (float64
+// for float64). by_vectors: x is 16-byte aligned, and width a multiple of 8; not for float64. Traffic: x is
+// read once. Launch: a thread block per chunk and SUM_THREADS vectors (or columns).
+extern "C" __global__ void __launch_bounds__(SUM_THREADS)
+    chunk_sums(const void* x, i64 kind, const int* offsets, i64 experts, i64 rows, i64 aligned, i64 width,
+               i64 by_vectors, void* sums) {
+  pdl_wait();
+  const Chunks chunks = {offsets, experts, rows, aligned};
+  const i64 at = (i64)blockIdx.y * SUM_THREADS + threadIdx.x, chunk = blockIdx.x;
+  const i64 e = chunks.expert_of(chunk), lo = chunks.row(e) + (chunk - chunks.first(e)) * CHUNK;
+  const i64 hi = min(lo + CHUNK, chunks.row(e + 1));
+  if (lo >= hi || chunk < chunks.first(e) || at >= (by_vectors ? width / 8 : width)) return;
+  if (by_vectors) {
+    float* to = (float*)sums + chunk * width;
+    if (kind == BF16) sum_vectors<BF16>(x, lo, hi, width / 8, at, to);
+    if (kind == F16) sum_vectors<F16>(x, lo, hi, width / 8, at, to);
+    if (kind == F32) sum_vectors<F32>(x, lo, hi, width / 8, at, to);
+    return;
+  }
+  float total = 0.f;
+  double wide = 0.0;
+  for (i64 row = lo; row < hi; ++row) {
+    if (kind == F64)
+      wide += ((const double*)x)[row * width + at];
+    else
+      total += load(x, row * width + at, (int)kind);
+  }
+  store(sums, chunk * width + at, kind == F64 ? F64 : F32, kind == F64 ? wide : (double)total);
+}
+
+// out [experts, width]: sums of the experts' chunks, in float64 and in order, rounded once; added to out if
+// `accumulate`. kind: of sums and out. Grid (experts, width / 256).
+extern "C" __global__ void expert_sums(const void* sums, i64 kind, const int* offsets, i64 experts, i64 rows,
+                                       i64 aligned, i64 width, i64 accumulate, void* out) {
+  pdl_wait();
+  const Chunks chunks = {offsets, experts, rows, aligned};
+  const i64 at = (i64)blockIdx.y * blockDim.x + threadIdx.x, e = blockIdx.x;
+  if (at >= width) return;
+  const i64 first = chunks.first(e), count = (chunks.row(e + 1) - chunks.row(e) + CHUNK - 1) / CHUNK;
+  double total = accumulate ? load_wide(out, e * width + at, (int)kind) : 0.0;
+#pragma unroll 8
+  for (i64 i = 0; i < count; ++i)
+    total += kind == F64 ? ((const double*)sums)[(first + i) * width + at]
+                         : (double)((const float*)sums)[(first + i) * width + at];
+  store(out, e * width + at, (int)kind, total);
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.permute import whole_vectors
 from fp8moe.kernels_cuda.runtime.configuration import Configuration
@@ -12,6 +14,7 @@ from fp8moe.kernels_cuda.runtime.launch import launch, threads
 
 VECTORS = 2  # 16-byte vectors of a row per thread of add_biases_bf16, at a time; must match bias.cu
 MOST_THREADS = 256  # per block, must match bias.cu
+CHUNK, SUM_THREADS = 128, 128  # rows and threads of chunk_sums, must match bias.cu
 
 
 def add_biases_configuration(tokens: int, vectors: int) -> Configuration:
@@ -55,3 +58,24 @@ def add_biases_backward(grad: Any, bias: Any, topk_ids: Any, topk_probs: Any, *,
     kinds = KINDS[grad.dtype], KINDS[bias.dtype]
     sizes = experts, k, width
     launch("bias", "add_biases_rows_backward", tokens, 256, grad, bias, *kinds, *ids, *sizes, kind, out)
+
+
+def chunk_sums(x: Any, expert_offsets: Any, *, out: Any) -> None:
+    rows, width = x.shape
+    by_vectors = width % 8 == 0 and whole_vectors(x) and x.dtype != np.float64
+    grid = (out.shape[0], threads(width // 8 if by_vectors else width, SUM_THREADS)), SUM_THREADS
+    chunks = _chunks(out, expert_offsets, rows)
+    launch("bias", "chunk_sums", *grid, x, KINDS[x.dtype], *chunks, width, by_vectors, out)
+
+
+def expert_sums(sums: Any, expert_offsets: Any, *, rows: int, accumulate: bool, out: Any) -> None:
+    experts, width = out.shape
+    chunks = _chunks(sums, expert_offsets, rows)
+    grid = (experts, threads(width)), 256
+    launch("bias", "expert_sums", *grid, sums, KINDS[sums.dtype], *chunks, width, accumulate, out)
+
+
+def _chunks(sums: Any, expert_offsets: Any, rows: int) -> tuple[Any, ...]:
+    """Arguments that describe the chunks of `fp8moe.ops.bias.sums_of_chunks`: offsets, experts, rows, and
+    whether all offsets are multiples of CHUNK."""
+    return expert_offsets, expert_offsets.shape[0] - 1, rows, sums.shape[0] == rows // CHUNK

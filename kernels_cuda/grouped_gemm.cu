@@ -9,13 +9,14 @@ __device__ __forceinline__ i64 expert_of(i64 row, const int* offsets, i64 expert
   return -1;
 }
 
-// out[row, n] = sum over k of x[row, k] * w[e, n, k] (or w[e, k, n]); zeros for rows of no expert. x:
-// row-wise codes with scales[row * row_stride + block * column_stride], or a plain array; w likewise.
+// out[row, n] = sum over k of x[row, k] * w[e, n, k] (or w[e, k, n]), plus bias[e, n] unless bias is null,
+// which is float64 for float64 and otherwise float32; zeros for rows of no expert. x: row-wise codes with
+// scales[row * row_stride + block * column_stride], or a plain array; w likewise.
 extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i64 row_stride,
                                         i64 column_stride, i64 x_fmt, const void* w, const float* w_scales,
                                         i64 w_fmt, const int* offsets, i64 experts, i64 rows, i64 width,
                                         i64 depth, i64 quantized, i64 kind, i64 transpose_w, i64 out_kind,
-                                        void* out) {
+                                        const void* bias, void* out) {
   pdl_wait();
   const i64 n = (i64)blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
   if (n >= width) return;
@@ -40,7 +41,24 @@ extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i6
              w_scales[(e * n_blocks + n / 128) * k_blocks + b];
     total += part;
   }
-  store(out, row * width + n, (int)out_kind, kind == F64 && !quantized ? wide : (double)total);
+  const bool in_wide = kind == F64 && !quantized;
+  if (bias && e >= 0) {
+    if (in_wide)
+      wide += ((const double*)bias)[e * width + n];
+    else
+      total += ((const float*)bias)[e * width + n];
+  }
+  store(out, row * width + n, (int)out_kind, in_wide ? wide : (double)total);
+}
+
+// out[row] = bias[e] of the row's expert, zeros for rows of no expert. Grid (rows, width / 128).
+extern "C" __global__ void fill_rows(const float* bias, const int* offsets, i64 experts, i64 rows, i64 width,
+                                     i64 out_kind, void* out) {
+  pdl_wait();
+  const i64 n = (i64)blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
+  if (n >= width) return;
+  const i64 e = expert_of(row, offsets, experts, rows);
+  store(out, row * width + n, (int)out_kind, e < 0 ? 0.f : bias[e * width + n]);
 }
 
 // out[e, n, k] = sum over expert e's rows m of dy[m, n] * x[m, k], or += if accumulating. Column-wise codes

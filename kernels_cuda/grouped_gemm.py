@@ -171,19 +171,20 @@ def grouped_gemm(
     expert_offsets: Any,
     tokens_per_expert: Any,
     *,
+    bias: Any = None,
     transpose_w: bool,
     backend: str | None,
     num_sms: int | None,
     out: Any,
 ) -> None:
-    product = product_of_grouped_gemm(x, w, expert_offsets, transpose_w, out)
+    product = product_of_grouped_gemm(x, w, expert_offsets, bias, transpose_w, out)
     chosen = _chosen(product, backend, num_sms)
     if chosen == "plain":
-        _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
+        _plain(x, w, expert_offsets, bias=bias, transpose_w=transpose_w, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
         options = _options(chosen, product, num_sms, tokens_per_expert)
-        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **options)
+        module.grouped_gemm(x, w, expert_offsets, bias=bias, transpose_w=transpose_w, out=out, **options)
 
 
 def permute_gemm(
@@ -192,6 +193,7 @@ def permute_gemm(
     plan: PermutationPlan,
     probs: Any,
     *,
+    bias: Any = None,
     backend: str | None,
     num_sms: int | None,
     out: Permuted,
@@ -199,8 +201,8 @@ def permute_gemm(
     source, column = sources(plan, columns=probs is not None)
     if probs is not None:
         gather_probs(probs, source, column, True, out.probs)
-    product = product_of_grouped_gemm(x, w, plan.expert_offsets, False, out.data)
-    options: dict[str, Any] = {"transpose_w": False, "out": out.data}
+    product = product_of_grouped_gemm(x, w, plan.expert_offsets, bias, False, out.data)
+    options: dict[str, Any] = {"bias": bias, "transpose_w": False, "out": out.data}
     # without tokens there is nothing to gather, and no tensor map of x
     if _chosen(product, backend, num_sms) == "wgmma" and x.shape[0]:
         options |= {"tokens_per_expert": plan.tokens_per_expert, "num_sms": num_sms, "sources": source}
@@ -246,7 +248,7 @@ def _cublas() -> ModuleType:
     return importlib.import_module("fp8moe.kernels_cuda.gemm.cublas")
 
 
-def _plain(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+def _plain(x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w: bool, out: Any) -> None:
     rows, width = out.shape
     quantized = isinstance(x, QuantTensor)
     strides = (0, 0)
@@ -269,6 +271,7 @@ def _plain(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) 
         0 if quantized else KINDS[x.dtype],
         transpose_w,
         KINDS[out.dtype],
+        bias,
         out,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.activation import Activation
+from fp8moe.kernels_cuda.bias import chunk_sums
 from fp8moe.kernels_cuda.quantize import (
     TILE,
     quantize,
@@ -133,8 +134,19 @@ def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, ou
 
 
 def swiglu_quantize_backward(
-    grad: Any, h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: SwigluGrad
+    grad: Any,
+    h: Any,
+    probs: Any,
+    *,
+    activation: Activation,
+    expert_offsets: Any,
+    sums: Any = None,
+    out: SwigluGrad,
 ) -> None:
+    if sums is not None and not (_is_transposed(out.dh) and _by_blocks(h, grad.shape[1], grad, out.dh)):
+        dh = scratch(h.shape, np.float32)
+        _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh, dprobs=None))
+        chunk_sums(dh, expert_offsets, out=sums)
     if isinstance(out.dh, QuantTensor) and rows_are_whole(h, grad.shape[1], out.dh) and grad.ptr % 16 == 0:
         launch(
             "swiglu",
@@ -154,7 +166,7 @@ def swiglu_quantize_backward(
         )
         return
     if _is_transposed(out.dh):
-        _quantize_backward_transpose(grad, h, probs, activation, expert_offsets, out)
+        _quantize_backward_transpose(grad, h, probs, activation, expert_offsets, sums, out)
         return
     dh = scratch(h.shape, np.float32)
     _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh))
@@ -183,7 +195,7 @@ def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any
 
 
 def _quantize_backward_transpose(
-    grad: Any, h: Any, probs: Any, activation: Activation, offsets: Any, out: SwigluGrad
+    grad: Any, h: Any, probs: Any, activation: Activation, offsets: Any, sums: Any, out: SwigluGrad
 ) -> None:
     dh: Any = out.dh
     rows, width = grad.shape
@@ -194,6 +206,7 @@ def _quantize_backward_transpose(
         return
     tiles = width // TILE
     partial = None if out.dprobs is None else scratch((tiles, rows), np.float64)
+    defines = _variant(h, activation, dh.rowwise)
     launch(
         "swiglu_transpose",
         "swiglu_quantize_backward_transpose",
@@ -207,11 +220,11 @@ def _quantize_backward_transpose(
         width,
         *_results(dh),
         partial,
-        defines=_variant(h, activation, dh.rowwise),
+        sums,
+        defines=defines if sums is None else (*defines, "SUMS=1"),
     )
     if partial is not None:
         arguments = (partial, tiles, rows, out.dprobs)
-        defines = _variant(h, activation, dh.rowwise)
         launch("swiglu_transpose", "sum_tiles", threads(rows), 256, *arguments, defines=defines)
 
 

@@ -7,6 +7,9 @@
 #define MX 0
 #define BARE 1  // alpha 1, no clamp, no offset
 #endif
+#ifndef SUMS
+#define SUMS 0  // 1: the backward also sums the columns of each tile of dh, before quantisation
+#endif
 #define TILE_TARGET 1  // one scale per tile
 #include "swiglu.cuh"
 #include "transpose_tile.cuh"
@@ -223,6 +226,27 @@ __device__ __forceinline__ void write_tiles(Made* made, const Share& own, bool o
   }
 }
 
+// sums [BLOCKS * across * TILE]: sums over a tile's rows, in a fixed order. x: of a lane's rows and columns.
+template <u32 BLOCKS>
+__device__ __forceinline__ void write_sums(float (*x)[16], const Share& own, float* sums) {
+  __shared__ float of_warps[BLOCK_THREADS / 32][BLOCKS][TILE];
+#pragma unroll
+  for (u32 n = 0; n < BLOCKS; ++n)
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) {
+      x[n][i] += __shfl_xor_sync(ALL_LANES, x[n][i], 8);
+      x[n][i] += __shfl_xor_sync(ALL_LANES, x[n][i], 16);
+      if (threadIdx.x % 32 < 8) of_warps[threadIdx.x / 32][n][i / 8 * 64 + own.j * 8 + i % 8] = x[n][i];
+    }
+  __syncthreads();
+  const u32 n = threadIdx.x / TILE, column = threadIdx.x % TILE;
+  if (n >= BLOCKS) return;
+  float sum = 0.f;
+#pragma unroll
+  for (u32 warp = 0; warp < BLOCK_THREADS / 32; ++warp) sum += of_warps[warp][n][column];
+  sums[(own.column + n * own.across) * TILE + column] = sum;
+}
+
 // y [rows, width] of h [rows, HALVES width], quantised by (1, 128): row_codes [rows, width], row_scales
 // [rows, width / 128]; and transposed: codes [width, rows], scales [width / 128, rows / 128]. From the last
 // of `offsets` on, row-wise results are zeros and the transposed codes are not written.
@@ -281,22 +305,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 }
 
 // The same for dh [rows, HALVES width], one tile of each half per thread block; partial [width / 128, rows]
-// float64: each tile's contribution to dprobs, or null.
-// Traffic: grad and h are read once, both codes are written once, plus 8 bytes per row and tile.
-// Design: within a training step the clock is a quarter lower, and these kernels are limited by instructions:
+// float64: each tile's contribution to dprobs, or null; with SUMS, sums [rows / 128, HALVES width] of the
+// float32 values of each tile's rows, unless no expert owns them. Traffic: grad and h are read once, both
+// codes are written once, plus 8 bytes per row and tile. Design: within a training step the clock is a
+// quarter lower, and these kernels are limited by instructions:
 //   34 per value of grad (forward: 21), of which 21 compute and encode it; 50 (31) before steps shared
 //   addresses and probabilities and factors were ratios of scales; 35 (22) before these were computed once
 //   per row of the tile. With 35 (22), 139,264 x 768 right after GEMMs: 344 to 305 us, forward 181 to 176;
 //   with three resident thread blocks per SM instead of four 312. Alone: 317 to 303 and 177 to 174. The
 //   row-wise kernel followed by the transpose took 358 where this one took 314.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32                           ? 2
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 || SUMS                   ? 2
                                                             : KIND == BF16 && BARE && ACT == SILU ? 4
                                                                                                   : 3)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                        const int* offsets, i64 experts, float clamp, float alpha,
                                        float offset, i64 rows, i64 width, u8* row_codes, float* row_scales,
-                                       u8* codes, float* scales, double* partial) {
+                                       u8* codes, float* scales, double* partial, float* sums) {
   pdl_wait();
   __shared__ Made made[HALVES];
   const Activation act = {clamp, alpha, offset};
@@ -310,6 +335,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
   const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
   float own_scale = 0.f;
   double own_sum = 0.0;
+  float of_columns[HALVES][16] = {};
   if (offsets && first >= offsets[experts]) {
     write_no_rows<HALVES>(own, to);
     if (partial && threadIdx.x < TILE) partial[own.column * rows + first + threadIdx.x] = 0.0;
@@ -331,6 +357,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
     for (int u = 0; u < 2; ++u)
       parts[u] =
           eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far);
+#pragma unroll
+    for (u32 i = 0; SUMS && i < HALVES * 16; ++i)
+      of_columns[i / 16][i % 16] = __fmaf_rn(d[i / 16][i % 16], prob, of_columns[i / 16][i % 16]);
     const float scale = make_blocks<HALVES>(d, prob, own.j, codes_at + step * TILE);
     if (own.j % STEPS == step) own_scale = scale;
     double sum = (double)parts[0] + (double)parts[1];
@@ -339,6 +368,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
     if (own.j % STEPS == step) own_sum = sum;
   }
   store_scales<HALVES>(own_scale, own, to, made);
+  if (SUMS) write_sums<HALVES>(of_columns, own, sums + (u64)own.tile_row * (to.blocks * TILE));
   if (partial && own.j < STEPS) partial[own.column * rows + own.row + own.j] = own_sum;
   const bool owned = !offsets || first >= offsets[0];  // by an expert
   pdl_launch_dependents();

@@ -17,7 +17,7 @@ from fp8moe import Activation
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.layer import FP8FlowMoE
-from fp8moe.adapters.torch.operands import parts_of_bias, quantize_fp8_weights
+from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.layer import checks as layer_checks
 from fp8moe.layer import moe
 from fp8moe.layer.saved import Saved
@@ -90,13 +90,14 @@ def test_weight_pairs_of_any_width(recipe):
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("apart", [True, False])
 def test_padded_weights_are_not_concatenated_or_copied(monkeypatch, mode, apart):
-    """With fp8_flow; the gradients added to ``main_grad`` equal those that are returned without it."""
+    """With fp8_flow and a bias; the gradients added to ``main_grad`` equal those that are returned without
+    it."""
     x, w1, w3, w2, ids, probs, dy = problem()
-    weights = [w1, w3, w2] if apart else [torch.cat((w1, w3), dim=1), w2]
+    weights = [*([w1, w3, w2] if apart else [torch.cat((w1, w3), dim=1), w2]), torch.randn(E, 2 * F)]
 
     def call(x, *weights):
-        *w13, w2 = weights
-        return moe_experts(x, tuple(w13) if apart else w13[0], w2, ids, probs)
+        *w13, w2, bias13 = weights
+        return moe_experts(x, tuple(w13) if apart else w13[0], w2, ids, probs, bias13=bias13)
 
     wanted = results(call, [x, *weights], dy)
     torch.compiler.reset()
@@ -104,16 +105,17 @@ def test_padded_weights_are_not_concatenated_or_copied(monkeypatch, mode, apart)
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
     for actual, true in zip(results(call, [x, *weights], dy), wanted, strict=True):
         assert torch.equal(actual, true)
-    leaves = [torch.nn.Parameter(w.clone()) for w in weights]
+    *leaves, bias13 = (torch.nn.Parameter(w.clone()) for w in weights)
     for w in leaves:
         w.main_grad = torch.ones_like(w)
     if apart:
         for module, name in ((torch, "cat"), (torch.nn.functional, "pad")):
             monkeypatch.setattr(module, name, None)
-    y = call(x, *leaves)
+    y = call(x, *leaves, bias13)
     monkeypatch.undo()
     y.backward(dy)
-    for w, true in zip(leaves, wanted[2:], strict=True):
+    assert torch.equal(bias13.grad, wanted[-1])
+    for w, true in zip(leaves, wanted[2:-1], strict=True):
         assert w.grad is None
         # one addition in float32, of products whose sums are the same
         assert (w.main_grad - (1 + true)).abs().max() <= 2.0**-23 * (1 + true.abs().max())
@@ -387,20 +389,6 @@ def of_loops(x, w13, w2, ids, probs):
     return y
 
 
-def test_parts_of_a_bias():
-    bias = torch.randn(E, 500) * torch.exp(4 * torch.randn(E, 500))
-    parts = parts_of_bias(bias.requires_grad_(), 4)
-    assert torch.equal(parts.float().sum(-1), bias)  # all bits, including those of the last part
-    codes = fp8moe.quantize(parts.detach()[..., :3].reshape(-1, 3).contiguous(), block=(1, 128))
-    # four significant bits each, which e4m3 represents within the range of a block's scale
-    near = parts.detach()[..., :3].reshape(-1, 3)
-    kept = near.abs() > near.abs().max(1, keepdim=True).values * 2.0**-12
-    assert torch.equal(torch.where(kept, fp8moe.dequantize(codes), near), near)
-    assert (parts[..., 3].abs() <= bias.abs() * 2.0**-12).all()
-    parts.sum().backward()
-    assert torch.equal(bias.grad, torch.ones_like(bias))
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
@@ -444,6 +432,29 @@ def test_biases(recipe, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bias_that_trains_alone(recipe):
+    """With frozen weights, and in a dtype of its own; also with weights that are codes of the caller's."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    w13, bias = torch.cat((w1, w3), dim=1), torch.randn(E, 2 * F).bfloat16()
+
+    def call(x, bias, w13=w13, w2=w2):
+        return moe_experts(x, w13, w2, ids, probs, bias13=bias, recipe=recipe)
+
+    y, _, wanted = results(call, [x, bias], dy)
+    assert wanted.dtype == torch.bfloat16
+    alone = results(lambda bias: call(x, bias), [bias], dy)
+    every = results(lambda bias, w13, w2: call(x, bias, w13, w2), [bias, w13, w2], dy)
+    for one, other in ((alone[0], y), (alone[1], wanted), (every[0], y), (every[1], wanted)):
+        assert torch.equal(one, other)
+    if recipe != "bf16":
+        codes = quantize_fp8_weights(w13, w2)
+        wide = pad(bias.unflatten(1, (2, F)), (0, codes[1].rowwise.shape[2] - F)).flatten(1)
+        assert torch.equal(call(x, wide, *codes), y)
+        with pytest.raises(ValueError, match=rf"bias13: got shape \[4, {2 * F}\]; wanted \[4, 256\]"):
+            call(x, bias, *codes)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("of", ["functional", "torch_ops", "core", "quantize", "float8"])
@@ -478,14 +489,16 @@ def test_codes_overwritten_before_the_backward_raise(of, recompute, compiled):
     results(call, [x, probs], dy)
 
 
-def test_fp8_weights_argument():
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
+def test_fp8_weights_argument(recipe):
+    """The same copies with and without a bias, which they do not contain."""
     x, w1, w3, w2, ids, probs, dy = problem()
     leaves, bias = [x, w1, w3, w2, probs], torch.randn(E, 2 * F)
-    for arguments in (None, bias):
-        kept = quantize_fp8_weights((w1, w3), w2, arguments)
+    for added in (None, bias):
+        kept = quantize_fp8_weights((w1, w3), w2)
 
-        def call(x, w1, w3, w2, probs, kept=kept, arguments=arguments):
-            return moe_experts(x, (w1, w3), w2, ids, probs, bias13=arguments, fp8_weights=kept)
+        def call(x, w1, w3, w2, probs, kept=kept, added=added):
+            return moe_experts(x, (w1, w3), w2, ids, probs, bias13=added, fp8_weights=kept, recipe=recipe)
 
         plain = results(lambda *a, c=call: c(*a, kept=None), leaves, dy)
         for actual, true in zip(results(call, leaves, dy), plain, strict=True):
@@ -493,7 +506,7 @@ def test_fp8_weights_argument():
         changed = [x, w1 * 2, w3, w2, probs]
         # the given codes are used, not the changed weights
         assert torch.equal(results(call, changed, dy)[0], plain[0])
-        again = quantize_fp8_weights((w1 * 2, w3), w2, arguments, out=kept)
+        again = quantize_fp8_weights((w1 * 2, w3), w2, out=kept)
         assert again[0].rowwise.data.data_ptr() == kept[0].rowwise.data.data_ptr()
         assert not torch.equal(results(call, changed, dy)[0], plain[0])
 

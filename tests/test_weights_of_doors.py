@@ -35,6 +35,11 @@ def filled(module, device):
     return module
 
 
+def biases(device):
+    sizes = {"bias13": (E, 2 * F), "bias2": (E, H)}
+    return {n: torch.linspace(-1, 1, s[0] * s[1], device=device).view(s) for n, s in sizes.items()}
+
+
 class OfFunction(nn.Module):
     """A user's module around a function."""
 
@@ -49,6 +54,8 @@ class OfFunction(nn.Module):
 
     def forward(self, x, ids, probs, **options):
         w13 = (self.w1, self.w3) if self.pair else self.w13
+        if self.pair:
+            options |= biases(x.device)
         if not self.permuted:
             return moe_experts(x, w13, self.w2, ids, probs, **options)
         counts = torch.bincount(ids[:, 0], minlength=E)
@@ -112,7 +119,7 @@ def of_megatron(device):
 
 DOORS = {
     "function": lambda device: filled(OfFunction(), device),
-    "function of a pair": lambda device: filled(OfFunction(pair=True), device),
+    "function of a pair with biases": lambda device: filled(OfFunction(pair=True), device),
     "function of permuted rows": lambda device: filled(OfFunction(permuted=True), device),
     "transformers": of_transformers,
     "torchtitan": of_torchtitan,
@@ -152,7 +159,8 @@ def fresh(door, x, ids, probs):
     w13 = first[0] if len(first) == 1 else tuple(first)
     if getattr(door, "permuted", False):
         return moe_experts_permuted(x, w13, w2, torch.bincount(ids[:, 0], minlength=E), probs[:, 0])
-    return moe_experts(x, w13, w2, ids, probs)
+    added = biases(x.device) if getattr(door, "pair", False) else {}
+    return moe_experts(x, w13, w2, ids, probs, **added)
 
 
 def assert_fresh(door):
@@ -326,7 +334,7 @@ def test_copies_are_released_with_the_context(door):
     assert not torch_weights._models
 
 
-@pytest.mark.parametrize("kind", ["function", "function of a pair", "function of permuted rows"])
+@pytest.mark.parametrize("kind", ["function", "function of a pair with biases", "function of permuted rows"])
 def test_is_first_microbatch_of_functions(device, kind):
     door = DOORS[kind](device)
     x = inputs(door)

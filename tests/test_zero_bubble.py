@@ -247,3 +247,38 @@ def test_compiled_layer_does_not_accumulate_main_grad_twice():
     assert not layer.w13.main_grad.any()
     compiled(x).backward(dy)
     assert layer.w13.main_grad.any()
+
+
+class Biased(torch.nn.Module):
+    def __init__(self, recipe, recompute):
+        super().__init__()
+        self.options = {"recipe": recipe, "recompute": recompute}
+        sizes = {"w13": (4, 256, 128), "w2": (4, 128, 128), "bias13": (4, 256), "bias2": (4, 128)}
+        for name, size in sizes.items():
+            setattr(self, name, torch.nn.Parameter(torch.randn(size) / 8))
+
+    def forward(self, x, ids, probs):
+        biases = {"bias13": self.bias13, "bias2": self.bias2}
+        return x + moe_experts(x, self.w13, self.w2, ids, probs, **self.options, **biases)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_experts_with_biases(recipe, recompute):
+    """The second half computes the biases' gradients, too, from what the first one kept."""
+    experts, (x, dy) = Biased(recipe, recompute), torch.randn(2, 300, 128)
+    ids, probs = torch.rand(300, 4).topk(2).indices, torch.rand(300, 2)
+    actual = []
+    for halves in (False, True):
+        experts.zero_grad()
+        rows = x.clone().requires_grad_()
+        y = experts(rows, ids, probs)
+        if halves:
+            first, second = in_halves(y, dy, rows, experts.parameters())
+            assert products_of(first) == [3 if recompute else 2, 0]
+            assert products_of(second) == [0, 2]
+        else:
+            y.backward(dy)
+        actual.append([rows.grad, *(p.grad for p in experts.parameters())])
+    for one, other in zip(*actual, strict=True):
+        assert torch.equal(one, other)

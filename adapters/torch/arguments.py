@@ -93,23 +93,25 @@ def with_formats(options: Options, gemm_weights: Sequence[Any]) -> Options:
 
 
 def weights_of(options: Options, tensors: Any) -> Any:
-    """w13 and w2 from their arrays, in the order of `arrays_in`."""
+    """w13, w2 and, if there is one, bias13 from their arrays, in the order of `arrays_in`."""
     if not options.layer.precision.quantizes:
         return tuple(tensors)
     first, second = options.formats.split(",")
-    sides = _sides_of(tensors, (False, True, False, True), (first, first, second, second))
-    return Quantized(*sides[:2]), Quantized(*sides[2:])
+    sides = _sides_of(tensors[:8], (False, True, False, True), (first, first, second, second))
+    return Quantized(*sides[:2]), Quantized(*sides[2:]), *tensors[8:]
 
 
-def saved_weights(options: Options, tensors: Any) -> tuple[Any, Any]:
-    """Weights in the form of `Saved`, which does not contain codes that only the forward uses."""
+def saved_weights(options: Options, tensors: Any) -> tuple[Any, ...]:
+    """Weights, and a bias, in the form of `Saved`, without codes that only the forward uses."""
     if not options.layer.precision.quantizes:
-        return tuple(tensors)  # type: ignore[return-value]
-    both = len(tensors) == 6  # of w13; of w2 only the column-wise codes are saved
+        return tuple(tensors)
+    both = len(tensors) >= 6  # of w13; of w2 only the column-wise codes are saved
     first, second = options.formats.split(",")
     formats = (first, first, second) if both else (first, second)
-    *w13, w2 = _sides_of(tensors, (False, True, True) if both else (True, True), formats)
-    return Quantized(*(w13 if both else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
+    count = 2 * len(formats)
+    *w13, w2 = _sides_of(tensors[:count], (False, True, True) if both else (True, True), formats)
+    first_codes = w13 if both else (None, *w13)
+    return Quantized(*first_codes), Quantized(None, w2), *tensors[count:]  # type: ignore[arg-type]
 
 
 def weights_of_backward(gemm_weights: list[Tensor], options: Options) -> list[Tensor]:
@@ -166,19 +168,21 @@ def call_forward(
     handle: Tensor | None = None,
 ) -> tuple[Any, Saved]:
     """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. handle: as in `experts`."""
-    operands, gradients = (x, *weights, ids, probs, options.layer), names_of(options.gradients)
+    w13, w2, *bias = weights
+    operands, gradients = (x, w13, w2, ids, probs, options.layer), names_of(options.gradients)
+    of_all: dict[str, Any] = {"gradients": gradients, "bias13": bias[0] if bias else None}
     if options.align_size:
-        return moe.forward_permuted(*operands, align_size=options.align_size, gradients=gradients)
+        return moe.forward_permuted(*operands, align_size=options.align_size, **of_all)
     kept = gradients
     if options.for_statistics and not kept:
         kept = "dx", "dprobs"
     elif comm is None:
-        return moe.forward(*operands, comm=None, gradients=gradients)
+        return moe.forward(*operands, comm=None, **of_all)
     router = None
     if options.is_routed and handle is not None:
         router = LAYERS[int(handle)].router_checksum
     announced = {"gathers_bias": options.gathers_bias, "router": router, "sums_router": options.sums_router}
-    return moe.forward(*operands, comm=comm, gradients=gradients, kept=kept, announced=announced)
+    return moe.forward(*operands, comm=comm, kept=kept, announced=announced, **of_all)
 
 
 def check_backend(x: Tensor, layer: LayerOptions, **sizes: Any) -> None:
@@ -191,7 +195,7 @@ def check_traced(x: Tensor, weights: Any, options: Options) -> None:
     """`check_backend` for fake tensors, whose sizes become static thereby."""
     if not options.layer.limits_gemms:
         return
-    w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
+    w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights[:2])
     check_backend(
         x,
         options.layer,

@@ -1,4 +1,4 @@
-"""The biases of the experts: of the first GEMM as columns of x and w13, of the second added to y."""
+"""The bias of the experts' second GEMM, added to y; that of the first is added in the GEMM."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch.nn.functional import pad
 
 from fp8moe.adapters.torch.halves import asked_for
 from fp8moe.adapters.torch.library import differentiable, once_differentiable, operator_of
-from fp8moe.adapters.torch.operands import bias_columns
-from fp8moe.layer.recipes import Recipe
 from fp8moe.ops.bias import add_biases, add_biases_backward
 
 # torch 2.13 renamed it and warns about the old name
@@ -20,13 +18,6 @@ _all_gather: Any = (
     getattr(_functional_collectives, "all_gather_single_autograd", None)
     or _functional_collectives.all_gather_tensor_autograd
 )
-
-
-def with_ones(rows: Tensor, recipe: Recipe) -> Tensor:
-    """Rows of x with the columns that multiply w13's columns of the bias."""
-    before, ones, after = bias_columns(rows.shape[1], recipe)
-    added = rows.new_ones(rows.shape[0], ones)
-    return torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
 
 
 def add_bias(y: Tensor, bias2: Tensor, ids: Tensor, probs: Tensor, comm: Any, align_size: int) -> Tensor:

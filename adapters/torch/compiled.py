@@ -46,7 +46,7 @@ from fp8moe.runtime.recording import result_specs
 
 class Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, targets, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w1, w3, w2, bias13, probs, ids, gemm_weights, targets, options):  # type: ignore[no-untyped-def]
         y, *saved = forward_op(x, gemm_weights, ids, probs, options)
         backward_weights = weights_of_backward(gemm_weights, options)
         if options.gradients:
@@ -69,7 +69,7 @@ class Experts(torch.autograd.Function):
 
 def returned_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
     """The gradients for autograd from the results of an operator, in which empty tensors represent None."""
-    dx, dprobs, *weight_grads = grads
+    dx, dprobs, *weight_grads, dbias13 = grads
     names = names_of(options.gradients)
     has_grad = [name in names for name in OF_WEIGHTS]
     has_grad[1] &= options.w13_is_pair
@@ -78,13 +78,18 @@ def returned_gradients(grads: Any, targets: Targets, options: Options, probs: Te
         dx if "dx" in names else None,
         dprobs.to(probs.dtype) if "dprobs" in names else None,
         *(dw if returned and (main is None or zero) else None for returned, dw, main, zero in rest),
+        dbias13 if "dbias13" in names else None,
     ]
 
 
 def _forward(x: Any, ids: Any, probs: Any, weights: Any, options: Options) -> tuple[Any, Saved]:
     """y, and the saved tensors without the weights."""
     y, saved = call_forward(x, ids, probs, weights, options, None)
-    return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
+    return y, without_weights(saved)
+
+
+def without_weights(saved: Saved) -> Saved:
+    return replace(saved, w13=None, w2=None, bias13=None, overwritten=(None, None))
 
 
 def results_of(specs: Any, options: Options) -> tuple[Any, Saved]:
@@ -170,7 +175,7 @@ def fake_gradients(
     ):
         shape = shape if shape is not None and (main is None or zero) else _NO_GRADIENT_SHAPE
         grads.append(torch.empty(shape, dtype=dtype, device=dy.device))
-    return tuple(grads)
+    return *grads, _no_gradient(dy) if g.dbias13 is None else like(g.dbias13, dy.device)
 
 
 def _dtypes(targets: Targets) -> tuple[torch.dtype, ...]:
@@ -189,8 +194,8 @@ def saved_of(like: Saved, saved_tensors: Any, backward_weights: Any, options: Op
     """The record of `_forward` with its arrays, and the weights."""
     remaining = iter(saved_tensors)
     saved = map_arrays(lambda a: next(remaining), like)
-    w13, w2 = saved_weights(options, backward_weights)
-    return replace(saved, w13=w13, w2=w2)
+    w13, w2, *bias = saved_weights(options, backward_weights)
+    return replace(saved, w13=w13, w2=w2, bias13=bias[0] if bias else None)
 
 
 @operator(
@@ -207,7 +212,7 @@ def _backward_op(
     probs: Tensor,
     targets: Targets,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     _, saved_like = known_results(specs_of(dy, ids, probs, saved_weights(options, backward_weights)), options)
     return results_of_backward(
         saved_of(saved_like, saved_tensors, backward_weights, options), dy, targets, options
@@ -216,7 +221,7 @@ def _backward_op(
 
 def results_of_backward(
     saved: Saved, dy: Tensor, targets: Targets, options: Options, comm: Any = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     mains, dtypes, handle = targets[:3], _dtypes(targets), targets.handle
     if any(main is not None for main in mains) and keeps_graph():
         raise RuntimeError(
@@ -241,7 +246,7 @@ def results_of_backward(
             "wanted backward(), or the experts in a function under torch.compiler.disable"
         )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=names_of(options.gradients))
-    dx, dprobs, *weight_grads = weight_gradients(backward, saved, mains, dtypes, options)
+    dx, dprobs, *weight_grads, dbias13 = weight_gradients(backward, saved, mains, dtypes, options)
     grads = [_no_gradient(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
         ("w13", "w3", "w2"), weight_grads, mains, dtypes, targets.return_zeros, strict=True
@@ -252,4 +257,4 @@ def results_of_backward(
         grads.append(dy.new_zeros(main.shape if zero else _NO_GRADIENT_SHAPE, dtype=dtype))
         if layer is not None:
             set_added(getattr(layer, name))
-    return tuple(grads)  # type: ignore[return-value]
+    return *grads, _no_gradient(dy) if dbias13 is None else dbias13  # type: ignore[return-value]

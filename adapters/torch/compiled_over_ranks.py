@@ -10,7 +10,6 @@ not support such sizes in a torch.autograd.Function.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -36,6 +35,7 @@ from fp8moe.adapters.torch.compiled import (
     returned_gradients,
     saved_of,
     specs_of,
+    without_weights,
 )
 from fp8moe.adapters.torch.flops import backward_flops, forward_flops
 from fp8moe.adapters.torch.library import NAMESPACE, library, like, operator
@@ -56,6 +56,7 @@ def _forward_over_ranks_fake(
     w1: Tensor | None,
     w3: Tensor | None,
     w2: Tensor | None,
+    bias13: Tensor | None,
     gemm_weights: list[Tensor],
     comm: Tensor,
     targets: Targets,
@@ -81,7 +82,7 @@ def _forward_over_ranks_fake(
 @operator(
     "experts_over_ranks",
     fake=_forward_over_ranks_fake,
-    flops=lambda x, ids, *rest: forward_flops(x, rest[4], ids, rest[-1]),
+    flops=lambda x, ids, *rest: forward_flops(x, rest[5], ids, rest[-1]),
 )
 @torch.compiler.disable  # Dynamo traces code that runs between two graphs
 def forward_over_ranks_op(
@@ -91,6 +92,7 @@ def forward_over_ranks_op(
     w1: Tensor | None,
     w3: Tensor | None,
     w2: Tensor | None,
+    bias13: Tensor | None,
     gemm_weights: list[Tensor],
     comm: Tensor,
     targets: Targets,
@@ -101,7 +103,7 @@ def forward_over_ranks_op(
     y, saved = call_forward(x, ids, probs, weights, options, LAYERS[int(comm)], targets.handle)
     if not options.saves:
         return [y]
-    saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
+    saved = without_weights(saved)
     description = json.dumps(_described(saved)).encode()
     return [y, torch.frombuffer(bytearray(description), dtype=torch.uint8), *arrays_in(saved)]
 
@@ -186,7 +188,7 @@ def _backward_over_ranks_op(
     comm: Tensor,
     targets: Targets,
     options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     saved = saved_of(described_by(saved_metadata), saved_tensors, backward_weights, options)
     return results_of_backward(saved, dy, targets, options, LAYERS[int(comm)])
 
@@ -198,7 +200,7 @@ def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*output[1:], ids, probs, *weights_of_backward(gemm_weights, options))
     ctx.mark_non_differentiable(*output[1:])
     ctx.num_saved, ctx.comm, ctx.targets, ctx.options = len(output) - 1, comm, targets, options
-    ctx.num_gemm_weights, ctx.num_others = len(gemm_weights), len(inputs) - 7
+    ctx.num_gemm_weights, ctx.num_others = len(gemm_weights), len(inputs) - 8
 
 
 def _backward_over_ranks(ctx: Any, grads: Any) -> Any:

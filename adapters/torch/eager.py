@@ -50,7 +50,9 @@ from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
 class Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, handle, collector, options):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x, w1, w3, w2, bias13, probs, ids, gemm_weights, parameters, comm, handle, collector, options
+    ):
         forward: Any = _forward_by_operator if dispatch_modes() else call_forward
         y, saved = forward(x, ids, probs, gemm_weights, options, comm, handle)
         if collector is not None:
@@ -69,7 +71,8 @@ class Experts(torch.autograd.Function):
 
             ctx.saved = map_arrays(take, saved.changed(overwritten=(None, None)))
             ctx.save_for_backward(*tensors)
-        inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
+        of_weights = ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dbias13", bias13)
+        inputs = (("dx", x), *of_weights, ("dprobs", probs), ("", ids))
         ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2)], probs.dtype
@@ -82,8 +85,8 @@ class Experts(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         gradients = names_of(ctx.options.gradients)
         requested = _requested_gradients(ctx)
-        requested_weights = [name for name in requested if name in OF_WEIGHTS]
-        later = [name for name in gradients if name in OF_WEIGHTS and name not in requested_weights]
+        requested_weights = [name for name in requested if name not in ("dx", "dprobs")]
+        later = [name for name in gradients if name not in ("dx", "dprobs", *requested_weights)]
         half, ctx.half = ctx.half, None
         if half is not None and not later and requested == requested_weights and half.is_of(dy):
             source: Any = half.operands
@@ -148,7 +151,17 @@ def _forward_by_operator(
         _, saved_like = known_results(specs_of(x, ids, probs, gemm_weights), options)
     else:
         of_comm = getattr(comm, "handle", None)
-        operands = x, ids, probs, None, None, None, tensors, handle_of(comm) if of_comm is None else of_comm
+        operands = (
+            x,
+            ids,
+            probs,
+            None,
+            None,
+            None,
+            None,
+            tensors,
+            handle_of(comm) if of_comm is None else of_comm,
+        )
         targets = NO_TARGETS._replace(handle=handle)
         y, *results = forward_over_ranks_op.run(*operands, targets, options)
         if not results:
@@ -222,13 +235,13 @@ def _accumulators(ctx: Any, source: Saved | SavedForWeights) -> list[Tensor | No
 def _backward(
     ctx: Any, backward: Any, source: Saved | SavedForWeights, requested: Collection[str]
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not requested."""
+    """dx, dprobs, dw13 (or dw1), dw3, dw2 and dbias13, None for those that are not requested."""
     parameters, dtypes, options = ctx.parameters, ctx.dtypes[0], ctx.options
     mains, own = main_grads_of(parameters, requested), _accumulators(ctx, source)
     targets = [grad if main is None else main for main, grad in zip(mains, own, strict=True)]
     # torch.autograd.grad raises for None
     is_partial = len(requested) < len(names_of(options.gradients))
-    dx, dprobs, *weight_grads = weight_gradients(backward, source, targets, dtypes, options)
+    dx, dprobs, *weight_grads, dbias13 = weight_gradients(backward, source, targets, dtypes, options)
     grads: list[Tensor | None] = []
     for w, main, grad, dtype, new in zip(parameters, mains, own, dtypes, weight_grads, strict=True):
         if main is not None:
@@ -238,4 +251,5 @@ def _backward(
             grads.append(no_entries(grad))
         else:
             grads.append(None if new is None else new.to(dtype))
-    return [dx if "dx" in requested else None, dprobs if "dprobs" in requested else None, *grads]
+    of_inputs = dx if "dx" in requested else None, dprobs if "dprobs" in requested else None
+    return [*of_inputs, *grads, dbias13]

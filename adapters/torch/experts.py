@@ -21,6 +21,7 @@ from fp8moe.adapters.torch.main_grad import main_grads_of, wants_zeros
 from fp8moe.adapters.torch.operands import Operands
 from fp8moe.adapters.torch.stats import Collector
 from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.recipes import GRADIENTS
 from fp8moe.runtime.record_trees import arrays_in
 
 
@@ -37,7 +38,7 @@ def experts(
     align_size: int = 0,
     announced: dict[str, Any] | None = None,
 ) -> Tensor:
-    """`fp8moe.moe_forward`, differentiable by `fp8moe.moe_backward` in x, topk_probs, w13 and w2.
+    """`fp8moe.moe_forward`, differentiable by `fp8moe.moe_backward` in x, topk_probs, w13, w2 and bias13.
 
     x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, with the dtypes of `fp8moe.moe_forward`.
     align_size: if nonzero, rows are already permuted, and these three are x, tokens_per_expert and probs of
@@ -56,25 +57,26 @@ def experts(
     that share memory, because Megatron expects a ``grad`` and discards it; otherwise its ``grad`` remains
     None.
     """
-    (w13, w2), gemm_weights, ffn, whole = weights
+    (w13, w2), codes, ffn, whole, bias13 = weights
     w1, w3 = w13 if isinstance(w13, tuple) else (w13, None)  # w1 is all of w13 if there is no w3
-    if gemm_weights is None:
-        gemm_weights = [w.detach().to(x.dtype) for w in (w13, w2)]
-    inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w1), ("dw13", w3), ("dw2", w2))
+    gemm_weights = [w.detach().to(x.dtype) for w in (w13, w2)] if codes is None else [*codes]
+    if bias13 is not None:
+        gemm_weights.append(bias13.detach())
+    inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dbias13", bias13))
     parameters = (w1, w3, w2) if whole is None else (whole[0], None, whole[1])
     recording = torch.is_grad_enabled()
     needed = {name: recording and t is not None and t.requires_grad for name, t in reversed(inputs)}
     needed["dw13"] |= recording and w3 is not None and w3.requires_grad
-    gradients = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
+    gradients = [name for name in GRADIENTS if needed[name]]
     announced = announced or {}
     told = announced.get("gathers_bias", False), "router" in announced, announced.get("sums_router", False)
     saves = ",".join(gradients), collector is not None
     options = Options(layer, align_size, ffn, w3 is not None, *saves, *told)
-    masters = w1, w3, w2
+    leaves = w1, w3, w2, bias13
     if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators()):
         rest = parameters, comm, handle, collector, options
-        return eager.Experts.apply(x, *masters, topk_probs, topk_ids, gemm_weights, *rest)
-    refuse_export(x, *masters, topk_probs)
+        return eager.Experts.apply(x, *leaves, topk_probs, topk_ids, gemm_weights, *rest)
+    refuse_export(x, *leaves, topk_probs)
     options = with_formats(options, gemm_weights)
     tensors = [t for w in gemm_weights for t in arrays_in(w)]
     mains = main_grads_of(parameters, gradients)
@@ -82,6 +84,6 @@ def experts(
     first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
     targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
     if comm is not None:
-        operands = x, topk_ids, topk_probs, *masters, tensors, handle_of_comm(comm)
+        operands = x, topk_ids, topk_probs, *leaves, tensors, handle_of_comm(comm)
         return forward_over_ranks_op(*operands, targets, options)[0]
-    return compiled.Experts.apply(x, *masters, topk_probs, topk_ids, tensors, targets, options)
+    return compiled.Experts.apply(x, *leaves, topk_probs, topk_ids, tensors, targets, options)

@@ -24,7 +24,7 @@ def _products_of_backward(gradients: Collection[str], recompute: str | None) -> 
     """As the recipes compute them."""
     of_inputs = "dx" in gradients or "dprobs" in gradients
     products = ["h"] if recompute and gradients else []
-    products += ["da"] if of_inputs or "dw13" in gradients else []
+    products += ["da"] if of_inputs or "dw13" in gradients or "dbias13" in gradients else []
     products += ["dx"] if of_inputs else []
     return products + [name for name in ("dw13", "dw2") if name in gradients]
 
@@ -42,7 +42,9 @@ def forward_flops(x: Tensor, gemm_weights: list[Tensor], ids: Tensor, options: O
 
 
 def backward_flops(dy: Tensor, backward_weights: list[Tensor], ids: Tensor, options: Options) -> int:
-    w2 = backward_weights[-2 if options.layer.precision.quantizes else 1]  # [E, H, F], codes [E, F, H]
+    recompute = options.layer.recompute is not None
+    # [E, H, F], codes [E, F, H]
+    w2 = backward_weights[2 + 2 * recompute if options.layer.precision.quantizes else 1]
     ffn = options.ffn or w2.numel() // (w2.shape[0] * dy.shape[1])
     products = _products_of_backward(names_of(options.gradients), options.layer.recompute)
     return 2 * _multiplications(
@@ -59,6 +61,8 @@ def multiplications_of(
         w2 = source.w2.columnwise if isinstance(source.w2, Quantized) else source.w2
         ffn, products = w2.shape[2], _products_of_backward(requested, options.layer.recompute)
     else:
+        products = [name for name in requested if name != "dbias13"]
+        if not products:
+            return 0
         ffn = source.dh.shape[1] // halves if source.a is None else source.a.shape[1]
-        products = list(requested)
     return _multiplications(products, rows, hidden, options.ffn or ffn, options.layer.activation)

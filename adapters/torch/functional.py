@@ -19,12 +19,11 @@ from torch import Tensor
 from fp8moe import Quantized, QuantTensor
 from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters.torch.arguments import check_backend
-from fp8moe.adapters.torch.biases import add_bias, check_gathers_bias, with_ones
+from fp8moe.adapters.torch.biases import add_bias, check_gathers_bias
 from fp8moe.adapters.torch.experts import experts
 from fp8moe.adapters.torch.grouped import by_public_operations, suits_public_operations
 from fp8moe.adapters.torch.operands import (
     Operands,
-    bias_columns,
     check_sizes,
     checked_weights,
     ffn_of,
@@ -92,8 +91,10 @@ def moe_experts(
     activation : Activation
         Activation between the two products.
     bias13 : Tensor or None, floating point, [E, 2F]
-        Bias of the first product, as in gpt-oss. It is appended to w13 as columns that multiply ones appended
-        to x: in FP8 four columns, whose sum equals the bias to within 2^-16.
+        Bias of the first GEMM, as in gpt-oss. The GEMM adds it to its float32 sums (float64 for float64)
+        before they are rounded. With it "bf16" is computed by this library's GEMMs on every device, not by
+        torch's. Its gradient is the sum over an expert's rows of the gradient of the GEMM's result, for
+        "fp8_flow" of its float32 values before they are quantised, else of its values in their dtype.
     bias2 : Tensor or None, floating point, [E, H]
         Bias of the second product, added in float32 (float64 for float64), for each row by itself.
     comm : Comm or None
@@ -102,8 +103,8 @@ def moe_experts(
         `fp8moe.torch.ProcessGroup` or another Transport that has a ``handle``. bias2 is
         gathered from all ranks, which requires the attribute ``group``, a torch.distributed.ProcessGroup.
     fp8_weights : tuple of two Quantized, or None
-        Result of `quantize_fp8_weights` for w13, w2 and bias13, used in the products. The caller guarantees
-        that the weights have not changed since, so micro-batches can share one set. w13, w2 and bias13 get
+        Result of `quantize_fp8_weights` for w13 and w2, used in the GEMMs. The caller guarantees that the
+        weights have not changed since, so micro-batches can share one set. w13 and w2 get
         their gradients as usual.
     is_first_microbatch : bool or None
         In eager mode, for weights that are the same tensors in every call. True: keep the FP8 copies that
@@ -298,31 +299,28 @@ def _in_dtype(
     num_experts = check_sizes(x, weights, bias2)
     if align_size:
         checks.shape("tokens_per_expert", ids, (num_experts,))
-    if not recipe.quantizes:  # before a bias is appended, which would be rounded to the weights' dtype
+    if not recipe.quantizes:
         weights = [tuple(p.to(dtype) for p in w) if isinstance(w, tuple) else w.to(dtype) for w in weights]
     if options.limits_gemms and not torch.compiler.is_compiling():
-        _check_backend(x, weights, bias13, options, dtype)
+        _check_backend(x, weights, options, dtype)
     if first is not None:
         first = checks.flag("is_first_microbatch", first)
     if first is not None or (recipe.quantizes and fp8_weights is None):
-        fp8_weights = _kept(x, weights, probs, bias13, fp8_weights, options, first)
+        fp8_weights = _kept((x, probs, bias13), weights, fp8_weights, options, first)
     given = operands_of(weights, bias13, fp8_weights, recipe, halves)
-    rows = {"comm": comm, "align_size": align_size, "has_ones": bias13 is not None, "bias2": bias2}
-    y = apply_experts(x, given, ids, probs, dtype, options, **rows)
+    y = apply_experts(x, given, ids, probs, dtype, options, comm=comm, align_size=align_size, bias2=bias2)
     return y.to(x.dtype).reshape(x.shape)
 
 
 def _kept(
-    x: Tensor,
+    rows: tuple[Tensor | None, ...],
     weights: list[Any],
-    probs: Tensor,
-    bias13: Tensor | None,
     fp8_weights: tuple[Quantized, Quantized] | None,
     options: LayerOptions,
     first: bool | None,
 ) -> tuple[Quantized, Quantized] | None:
-    """The FP8 copies of weights that are declared unchanged, None for others. first: the call's
-    ``is_first_microbatch``."""
+    """The FP8 copies of weights that are declared unchanged, None for others. rows: the call's other tensors
+    that may have gradients. first: its ``is_first_microbatch``."""
     if torch.compiler.is_compiling():
         if first is not None:
             raise ValueError(f"is_first_microbatch: got {first} in compiled code; wanted None")
@@ -330,12 +328,8 @@ def _kept(
     if first is not None and (fp8_weights is not None or not options.precision.quantizes):
         other = "fp8_weights" if fp8_weights is not None else f"recipe {options.recipe!r}"
         raise ValueError(f"is_first_microbatch: got {first} with {other}; wanted None")
-    if bias13 is not None:
-        if first is not None:
-            raise NotImplementedError(f"is_first_microbatch: got {first} with bias13; wanted None")
-        return None
     masters = [*(weights[0] if isinstance(weights[0], tuple) else weights[:1]), weights[1]]
-    tensors = [t for t in (x, probs, *masters) if isinstance(t, Tensor)]
+    tensors = [t for t in (*rows, *masters) if isinstance(t, Tensor)]
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return copies_of_function(weights[0], weights[1], options.activation, recording, first)
 
@@ -350,16 +344,13 @@ def apply_experts(
     *,
     comm: Any = None,
     align_size: int = 0,
-    has_ones: bool = False,
     bias2: Tensor | None = None,
     announced: dict[str, Any] | None = None,
     handle: Tensor | None = None,
     collector: Collector | None = None,
 ) -> Tensor:
     """y [T, H] in ``dtype`` of tokens x [..., H], multiplied in this dtype: what the functions and the module
-    have in common.
-
-    has_ones: whether w13 has the columns of its bias. Others: as in `fp8moe.adapters.torch.experts.experts`.
+    have in common. Arguments as in `fp8moe.adapters.torch.experts.experts`.
     """
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
@@ -374,8 +365,6 @@ def apply_experts(
                 )
         ids, probs = ids.flatten(0, -2), probs.flatten(0, -2)
     ids, probs = ids.contiguous(), probs.contiguous()
-    if has_ones:
-        rows = with_ones(rows, options.precision)
     if bias2 is not None and comm is not None:
         check_gathers_bias(comm)
         announced = {"gathers_bias": True}
@@ -387,21 +376,17 @@ def apply_experts(
         y = experts(rows, weights, ids, probs, options, **exchange)
     if bias2 is not None:
         return add_bias(y, bias2, ids, probs, comm, align_size)
-    return y[:, :hidden] if has_ones else y
+    return y
 
 
-def _check_backend(
-    x: Tensor, weights: list[Any], bias13: Tensor | None, options: LayerOptions, dtype: torch.dtype
-) -> None:
+def _check_backend(x: Tensor, weights: list[Any], options: LayerOptions, dtype: torch.dtype) -> None:
     """Raises, before weights are quantised, for a backend that does not support the GEMMs."""
     (w13, w2), recipe, hidden = weights, options.precision, x.shape[-1]
     ffn = ffn_of(w13, w2, halves_of(options.activation.kind))
     if ffn is None:
         ffn = w2.rowwise.shape[2]
-    if recipe.quantizes and not (recipe.gradient_in_parts and bias13 is None):  # as they are joined
+    if recipe.quantizes and not recipe.gradient_in_parts:  # as they are joined
         ffn = round_up_to_block(ffn)
-    if bias13 is not None:
-        hidden += sum(bias_columns(hidden, recipe))
     sizes = {"experts": experts_of(w13[0] if isinstance(w13, tuple) else w13), "hidden": hidden, "ffn": ffn}
     gradients = GRADIENTS if torch.is_grad_enabled() else ()
     check_backend(x, options, dtype=str(dtype).removeprefix("torch."), gradients=gradients, **sizes)

@@ -32,9 +32,11 @@ def suits_public_operations(x: Tensor, weights: Operands, options: LayerOptions,
     """Whether `by_public_operations` computes the experts, and not the core's recipe: the one place that
     decides between the two implementations of "bf16". It does for bfloat16 rows of multiples of 16 bytes, as
     torch's product requires. Only the core has a choice of backend, a limit of SMs, chunks, ranks in compiled
-    code, and a ``main_grad`` that the GEMM adds to.
+    code, a ``main_grad`` that the GEMM adds to, and a bias that it adds.
     """
     if options.precision.quantizes or options.limits_gemms or x.dtype != torch.bfloat16:
+        return False
+    if weights.bias13 is not None:
         return False
     if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
         return False

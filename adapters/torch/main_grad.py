@@ -83,8 +83,8 @@ def computes_halves(options: Options) -> bool:
 def weight_gradients(
     backward: Any, source: Saved | SavedForWeights, targets: Any, dtypes: Any, options: Options
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2; a weight gradient with an entry in ``targets``, a ``main_grad``
-    or a ``grad``, is added to it. backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
+    """dx, dprobs, dw13 (or dw1), dw3, dw2 and dbias13; one with an entry in ``targets``, a ``main_grad`` or a
+    ``grad``, is added to it. backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
     in_halves = computes_halves(options)
     target13, target3, target2 = targets
     halves = (target13, target3) if options.w13_is_pair else (None, None)
@@ -99,12 +99,12 @@ def weight_gradients(
         ffn=options.ffn,
     )
     if g.dw13 is None or not in_halves:
-        return [g.dx, g.dprobs, g.dw13, None, g.dw2]
+        return [g.dx, g.dprobs, g.dw13, None, g.dw2, g.dbias13]
     if options.w13_is_pair:
-        return [g.dx, g.dprobs, *g.dw13, g.dw2]
+        return [g.dx, g.dprobs, *g.dw13, g.dw2, g.dbias13]
     if target13 is None:
         with torch.autocast(g.dw13[0].device.type, enabled=False):  # of float16 it would reject bfloat16
-            return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
+            return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2, g.dbias13]
     for half, added in zip(target13.chunk(2, dim=1), g.dw13, strict=True):
         half.add_(added)
-    return [g.dx, g.dprobs, target13, None, g.dw2]
+    return [g.dx, g.dprobs, target13, None, g.dw2, g.dbias13]

@@ -1,5 +1,4 @@
-"""Weights as the GEMMs of a call read them: checks of what a caller holds, padding, biases as columns, FP8
-codes."""
+"""Weights as the GEMMs of a call read them: checks of what a caller holds, padding, FP8 codes."""
 
 from __future__ import annotations
 
@@ -36,12 +35,14 @@ class Operands(NamedTuple):
     codes: what the GEMMs read in place of the masters; None: the masters, in the rows' dtype.
     ffn: F, if codes are padded with zeros and the masters are not.
     parameters: those that the masters are parts of, whose ``main_grad`` is used; None: the masters.
+    bias13: as `fp8moe.moe_forward` takes it; its gradient is autograd's.
     """
 
     masters: Sequence[Any]
     codes: Sequence[Quantized] | None
     ffn: int | None = None
     parameters: Sequence[Tensor] | None = None
+    bias13: Tensor | None = None
 
 
 def operands_of(
@@ -52,28 +53,31 @@ def operands_of(
     halves: int,
 ) -> Operands:
     """Of weights from `checked_weights`, for the recipe "bf16" in the rows' dtype."""
-    ffn = None
-    unchanged = recipe.gradient_in_parts and bias13 is None
-    if not unchanged:
-        weights = _joined_weights(weights, bias13, recipe, halves)
-    elif (width := ffn_of(weights[0], weights[1], halves)) is not None and width % FP8_BLOCK[1]:
+    ffn, width = None, ffn_of(weights[0], weights[1], halves)
+    missing = -width % FP8_BLOCK[1] if recipe.quantizes and width is not None else 0
+    if bias13 is not None:
+        wide = torch.float64 if not recipe.quantizes and weights[1].dtype == torch.float64 else torch.float32
+        bias13 = _padded(bias13.to(wide), 1, halves, missing).contiguous()
+    if not recipe.gradient_in_parts:
+        weights = _joined_weights(weights, halves, missing)
+    elif missing:
         ffn = width
     if not recipe.quantizes:
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
-        return Operands([w.contiguous() for w in weights], None)
+        return Operands([w.contiguous() for w in weights], None, bias13=bias13)
     codes: Any = fp8_weights
     if fp8_weights is not None:
         _check_fp8_weights(fp8_weights, weights, halves)
     else:
-        codes = _quantized(weights, halves) if unchanged else [_quantized_weight(w) for w in weights]
-    return Operands([None if isinstance(w, Quantized) else w for w in weights], codes, ffn)
+        codes = _quantized(weights, halves)
+    masters = [None if isinstance(w, Quantized) else w for w in weights]
+    return Operands(masters, codes, ffn, bias13=bias13)
 
 
 def quantize_fp8_weights(
     w13: Tensor | tuple[Tensor, Tensor],
     w2: Tensor,
-    bias13: Tensor | None = None,
     *,
     activation: Activation = SWIGLU,
     out: tuple[Quantized, Quantized] | None = None,
@@ -85,8 +89,6 @@ def quantize_fp8_weights(
     w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each
         As in `moe_experts`.
     w2 : Tensor, [E, H, F]
-        As in `moe_experts`.
-    bias13 : Tensor or None, floating point, [E, 2F]
         As in `moe_experts`.
     activation : Activation
         Activation of the layer; determines whether w13 has gates.
@@ -117,14 +119,7 @@ def quantize_fp8_weights(
             f"out: got {type(out).__name__}; wanted the two Quantized of an earlier call, or None"
         )
     halves = halves_of(activation.kind)
-    weights = checked_weights(w13, w2, bias13, RECIPES["fp8_flow"], halves)
-    if bias13 is None:
-        return _quantized(weights, halves, out)
-    whole = _joined_weights(weights, bias13, RECIPES["fp8_flow"], halves)
-    first, second = (
-        _quantized_weight(w, target) for w, target in zip(whole, out or (None, None), strict=True)
-    )
-    return first, second
+    return _quantized(checked_weights(w13, w2, None, RECIPES["fp8_flow"], halves), halves, out)
 
 
 def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
@@ -144,10 +139,6 @@ def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[A
         else:
             expected = *w.shape[:2], round_up_to_block(w.shape[2])
         checks.shape(f"fp8_weights of {name}", codes.columnwise, expected)
-
-
-def _quantized_weight(w: Any, out: Quantized | None = None) -> Quantized:
-    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out=out)
 
 
 def _quantized(
@@ -180,10 +171,13 @@ def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, ha
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
         if recipe.quantizes and isinstance(w, Tensor):
             checks.dtype(name, spec_of(w), checks.QUANTIZABLE, f'pass {name}.float(), or recipe="bf16"')
+    if bias13 is not None:
+        check_float("bias13", bias13)
     if isinstance(parts[0], Quantized):
         if bias13 is not None:
-            raise TypeError(
-                "bias13: got one with quantised w13; wanted tensors, or fp8_weights that include it"
+            experts, rows, _ = parts[0].columnwise.shape
+            checks.shape(
+                "bias13", bias13, (experts, halves * (ffn_of(parts[0], w2, halves) or rows // halves))
             )
         return [parts[0], w2]
     if parts[0].shape != parts[-1].shape:
@@ -197,7 +191,6 @@ def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, ha
         raise ValueError("w13: got two tensors; wanted one of [E, F, H] for an activation without a gate")
     width = parts[0].shape[1] * len(parts)
     if bias13 is not None:
-        check_float("bias13", bias13)
         checks.shape("bias13", bias13, (parts[0].shape[0], width))
     if isinstance(w2, Tensor) and halves * w2.shape[2] != width:
         wanted = f"wanted [E, H, {width // halves}], for the {width} rows of w13"
@@ -254,50 +247,24 @@ def ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
     return getattr(w2, "shape", (None,))[-1]
 
 
-def _joined_weights(weights: list[Any], bias13: Tensor | None, recipe: Recipe, halves: int) -> list[Any]:
-    """w13 [E, 2F, H] in one tensor and w2 [E, H, F], padded to a multiple of 128 of F for FP8, with the
-    columns of `bias_columns` for a bias."""
+def _joined_weights(weights: list[Any], halves: int, missing: int) -> list[Any]:
+    """w13 [E, 2F, H] in one tensor and w2 [E, H, F], with F padded by ``missing``."""
     w13, w2 = weights
-    if isinstance(w13, Quantized):
-        return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]
-    parts = list(w13) if isinstance(w13, tuple) else [w13]
-    missing = 0 if not recipe.quantizes or isinstance(w2, Quantized) else -w2.shape[2] % FP8_BLOCK[1]
-    if missing:  # not by unbind, whose backward torch's CPU autocast refuses for the other 16-bit dtype
-        in_one = halves // len(parts)
-        parts = [pad(w.unflatten(1, (in_one, -1)), (0, 0, 0, missing)).flatten(1, 2) for w in parts]
-        w2 = pad(w2, (0, missing))
-    gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    if bias13 is not None:
-        before, ones, after = bias_columns(gate_up.shape[2], recipe)
-        if missing:
-            bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)
-        columns = parts_of_bias(bias13, ones).to(gate_up.dtype)
-        gate_up = torch.cat((pad(gate_up, (0, before)), pad(columns, (0, after))), dim=2)
-        w2 = pad(w2, (0, 0, 0, before + ones + after))
-    return [w if isinstance(w, Quantized) else w.contiguous() for w in (gate_up, w2)]
+    if isinstance(w13, tuple):
+        w13 = torch.cat([_padded(w, 1, 1, missing) for w in w13], dim=1)
+    elif isinstance(w13, Tensor):
+        w13 = _padded(w13, 1, halves, missing)
+    w2 = _padded(w2, 2, 1, missing) if isinstance(w2, Tensor) else w2
+    return [w.contiguous() if isinstance(w, Tensor) else w for w in (w13, w2)]
 
 
-def bias_columns(hidden: int, recipe: Recipe) -> tuple[int, int, int]:
-    """Numbers of zero, one and zero columns after x's. The ones are in a block of their own, whose scale they
-    determine."""
-    if not recipe.quantizes:
-        return 0, 1, 15 - hidden % 16
-    return -hidden % FP8_BLOCK[1], 4, FP8_BLOCK[1] - 4
-
-
-def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
-    """[E, N, parts] in float32, with the bias as their sum: each part except the last is rounded to e4m3's
-    four significant bits. The gradient is that of the last part. One part is the bias itself, in its own
-    dtype."""
-    if parts == 1:
-        return bias.unsqueeze(-1)
-    remainder = bias.float()
-    rounded = []
-    for _ in range(parts - 1):
-        part = ((remainder.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
-        rounded.append(part)
-        remainder = remainder - part
-    return torch.stack((*rounded, remainder), dim=-1)
+def _padded(x: Tensor, axis: int, parts: int, missing: int) -> Tensor:
+    """x with ``missing`` zeros after each of so many equal parts of an axis."""
+    if not missing:
+        return x
+    # not by unbind, whose backward torch's CPU autocast refuses for the other 16-bit dtype
+    zeros = 0, 0, 0, missing
+    return pad(x.unflatten(axis, (parts, -1)), zeros[2 * (axis + 1 == x.dim()) :]).flatten(axis, axis + 1)
 
 
 def gates_before_ups(interleaved: Tensor) -> Tensor:

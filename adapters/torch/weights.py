@@ -271,12 +271,12 @@ def weights_of(module: Any) -> FP8Weights:
 
 
 def codes_of(
-    module: Any, own: tuple[Any, Tensor], rows: tuple[Tensor, Tensor], first: bool | None = None
+    module: Any, own: tuple[Any, Tensor], rows: tuple[Tensor, ...], first: bool | None = None
 ) -> Any:
     """The FP8 codes that a forward of a module with a state multiplies; None for a recipe without.
 
-    own: the operands of the weights that the forward has read. rows: x and probabilities. first: the
-    forward's ``is_first_microbatch``."""
+    own: the operands of the weights that the forward has read. rows: x, probabilities and a bias of the
+    first GEMM. first: the forward's ``is_first_microbatch``."""
     weights = weights_of(module)
     holder, renewed = weights.holder, weights.holder.renewed
     if not holder.recipe(module).quantizes:

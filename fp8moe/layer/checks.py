@@ -13,6 +13,7 @@ from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.permuted_rows import PlacedRows
 from fp8moe.layer.recipes import GRADIENTS, Recipe, parts_of
 from fp8moe.layer.saved import Saved, SavedForWeights
+from fp8moe.ops.bias import num_chunks
 from fp8moe.ops.grouped_gemm import not_on_cpu
 from fp8moe.ops.quantize import times_overwritten
 from fp8moe.records import PermutationPlan, Quantized, QuantTensor
@@ -28,6 +29,11 @@ def check_gradients(gradients: Any) -> None:
         raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
     for name in gradients:
         checks.choice("gradients", name, GRADIENTS)
+
+
+def with_bias(gradients: Collection[str], bias13: Any) -> tuple[str, ...]:
+    """The gradients that there are, of a layer with or without a bias."""
+    return tuple(name for name in gradients if name != "dbias13" or bias13 is not None)
 
 
 def check_layer(options: LayerOptions, gradients: Collection[str], **arrays: Any) -> None:
@@ -51,9 +57,10 @@ def check_before_sending(
     topk_probs: Any,
     options: LayerOptions,
     gradients: Collection[str],
+    bias13: Any,
 ) -> None:
     """`check_layer` as an operation, so that it runs once per set of shapes."""
-    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs, "bias13": bias13}
     check_layer(options, gradients, **given)
 
 
@@ -130,7 +137,16 @@ def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
         raise ValueError(f"w13: got {rows} = {width}; wanted {wanted if quantized else 'an even number'}")
     fix = _stored_transposed(a.w2, 2, hidden, quantized)
     checks.shape("w2", a.w2, (experts, hidden, activation.width(width)), fix)
+    _check_bias("bias13", a.bias13, None if quantized else a.w13.dtype, (experts, width))
     return int(experts)
+
+
+def _check_bias(name: str, bias13: Any, of_weights: Any, shape: tuple[int, ...]) -> None:
+    """of_weights: the weights' dtype if they are not quantised."""
+    if bias13 is not None:
+        wanted = np.dtype(np.float64) if of_weights == np.float64 else checks.FLOAT32
+        checks.dtype(name, bias13, (wanted,), f"pass it in {wanted}, in which it is added")
+        checks.shape(name, bias13, shape)
 
 
 def _as_weights(name: str, w: Any, dtype: str, quantized: bool) -> str:
@@ -232,7 +248,7 @@ def _check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
 
 _IN_FP8 = frozenset(("x", "a", "dy", "dh"))
 #: the gradients that need what a forward saves
-_DEPENDENTS = {"x": ("dw13",), "h": ("dx", "dprobs", "dw13"), "a": ("dw2",)}
+_DEPENDENTS = {"x": ("dw13",), "h": ("dx", "dprobs", "dw13", "dbias13"), "a": ("dw2",)}
 
 
 def with_names(name: str, record: Any) -> list[tuple[str, Any]]:
@@ -252,7 +268,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
         raise TypeError(f"saved: got {type(saved).__name__}; wanted the second result of moe_forward")
     chunks = with_names("saved", saved)
     for name, chunk in chunks:
-        _check_fields(name, chunk, ("probs", "x", "h", "a"))
+        _check_fields(name, chunk, ("probs", "x", "h", "a", "bias13"))
     for field in ("w13", "w2"):
         weight = getattr(saved, field)
         if weight is None:
@@ -269,6 +285,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
             "saved: got the record of a forward with gradients=(), which saves no tensors; wanted these "
             "gradients in the forward's gradients, too"
         )
+    gradients = with_bias(gradients, saved.bias13)
     if saved.w2 is None and not {*gradients} <= {"dw2"}:
         raise TypeError("saved.w2: got None; wanted the forward's weights")
     for name, chunk in chunks if saved.w13 is not None else ():
@@ -300,7 +317,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
             f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward "
             "(saved.route)"
         )
-    return tuple(gradients)
+    return gradients
 
 
 def check_saved_tensors(saved: Saved, gradients: Collection[str], name: str = "saved") -> None:
@@ -331,6 +348,8 @@ def check_saved_tensors(saved: Saved, gradients: Collection[str], name: str = "s
         (f"{name}.h", saved.h, dtypes, (rows, columns)),
         (f"{name}.probs", saved.probs, checks.FLOATS, (rows,)),
     )
+    of_weights = None if recipe.quantizes else saved.w13.dtype
+    _check_bias(f"{name}.bias13", saved.bias13, of_weights, (experts, columns))
     _check_rows(f"{name}.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
 
 
@@ -489,10 +508,10 @@ def check_fields_of_operands(operands: Any) -> list[tuple[str, SavedForWeights]]
         )
     chunks = with_names("operands", operands)
     for name, chunk in chunks:
-        _check_fields(name, chunk, ("dy", "a", "dh", "x"))
-        for pair in (("dy", "a"), ("dh", "x")):
+        _check_fields(name, chunk, ("dy", "a", "dh", "x", "dh_sums"))
+        for pair in (("dy", "a"), ("dh", "x"), ("dh_sums",)):
             missing = [field for field in pair if getattr(chunk, field) is None]
-            if len(missing) == 1:
+            if 0 < len(missing) < len(pair):
                 raise ValueError(
                     f"{name}.{missing[0]}: got None; wanted it with {' and '.join(pair)}, or neither"
                 )
@@ -510,7 +529,7 @@ def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, f
         None if left is None else (experts, left.shape[1], right.shape[1])
         for left, right in ((operands.dh, operands.x), (operands.dy, operands.a))
     ]
-    kept = {name: value for name, value in kept.items() if value is not None}
+    kept = {n: value for n, value in (*kept.items(), ("dh_sums", operands.dh_sums)) if value is not None}
     _check_outputs(operands, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
@@ -519,6 +538,9 @@ def _check_operands(operands: SavedForWeights, name: str = "operands") -> None:
     _refuse_on_cpu(operands.options, call.device)
     rows = _check_plan(call, name, plan, recipe, "E")
     outer = _rows_of_x(plan, recipe)
+    if operands.dh_sums is not None:
+        sums = f"{name}.dh_sums", operands.dh_sums, checks.FLOATS, (num_chunks(rows, plan), "2F")
+        checks.arrays(sums)
     for left, right, of_rows in (("dy", "a", (outer, rows)), ("dh", "x", (rows, outer))):
         first, second = getattr(operands, left), getattr(operands, right)
         if first is None:

@@ -31,6 +31,7 @@ from fp8moe.layer.checks import (
     check_saved_tensors,
     check_sums,
     check_wanted,
+    with_bias,
 )
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.permuted_rows import (
@@ -41,6 +42,7 @@ from fp8moe.layer.permuted_rows import (
 )
 from fp8moe.layer.recipes import GRADIENTS, RecipeName, cast
 from fp8moe.layer.saved import Saved, SavedForWeights
+from fp8moe.ops.bias import raw_expert_sums
 from fp8moe.ops.plan import raw_plan_topk, static_bound
 from fp8moe.ops.quantize import quantize, quantize_parts, raw_quantize, times_overwritten
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor
@@ -121,12 +123,14 @@ def moe_forward(
     recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
+    bias13: ArrayLike | None = None,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
-    """Forward of the expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
+    """Forward of the expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t] +
+    bias13[e]).
 
     Parameters
     ----------
@@ -148,14 +152,17 @@ def moe_forward(
         recomputes fc1 and the activation, but not dispatch.
     activation : Activation
         The activation between the two GEMMs.
+    bias13 : ArrayLike or None, float32 (float64 for float64 weights), [E, 2F]
+        Added to the first GEMM's float32 sums before they are rounded; with backend "cublas" it is first
+        rounded to their dtype.
     comm : Comm or None
         The transport between ranks, for expert parallelism (`fp8moe.expert_parallel`). w13 and w2 are then
         this rank's experts, topk_ids number the experts of all ranks, and the weight gradients are this
         rank's.
     gradients : collection of str
-        Gradients that `moe_backward` will compute, of "dx", "dprobs", "dw13" and "dw2". Tensors that only the
-        other gradients need are neither computed nor saved. For inference pass (): every intermediate is then
-        freed after its last use.
+        Gradients that `moe_backward` will compute, of "dx", "dprobs", "dw13", "dw2" and "dbias13". Tensors
+        that only the other gradients need are neither computed nor saved. For inference pass (): every
+        intermediate is then freed after its last use.
     backend : str or None
         The backend of all GEMMs, including the backward's; as for `grouped_gemm`.
     num_sms : int or None
@@ -194,7 +201,8 @@ def moe_forward(
     [[100.0]]
     """
     options = LayerOptions(activation, recipe, recompute, backend, num_sms)
-    return forward(x, w13, w2, topk_ids, topk_probs, options, comm=comm, gradients=gradients)
+    operands = x, w13, w2, topk_ids, topk_probs, options
+    return forward(*operands, bias13=bias13, comm=comm, gradients=gradients)
 
 
 def forward(
@@ -205,6 +213,7 @@ def forward(
     topk_probs: Any,
     options: LayerOptions,
     *,
+    bias13: Any,
     comm: Comm | None,
     gradients: Collection[str],
     kept: Collection[str] | None = None,
@@ -216,6 +225,7 @@ def forward(
     if comm is not None:
         check_comm(comm)
     check_gradients(gradients)
+    gradients = with_bias(gradients, bias13)
     kept = tuple(gradients if kept is None else kept)
     if isinstance(x, QuantTensor):
         raise TypeError(
@@ -225,11 +235,11 @@ def forward(
     overwritten = _overwritten(w13, w2)
     operands = x, w13, w2, topk_ids, topk_probs
     if comm is None:
-        y, saved = experts_forward(*operands, options, kept)
+        y, saved = experts_forward(*operands, options, kept, None, bias13)
     else:
-        check_before_sending(*operands, options, kept)
+        check_before_sending(*operands, options, kept, bias13)
         settings = Settings(options, **announced or {})
-        y, saved = _forward_over_ranks(*operands, options, kept, comm, tuple(gradients), settings)
+        y, saved = _forward_over_ranks(*operands, options, kept, bias13, comm, gradients, settings)
     return y, _recorded(saved, overwritten)
 
 
@@ -241,6 +251,7 @@ def _forward_over_ranks(
     topk_probs: Any,
     options: LayerOptions,
     kept: tuple[str, ...],
+    bias13: Any,
     comm: Comm,
     gradients: tuple[str, ...],
     settings: Settings,
@@ -254,13 +265,13 @@ def _forward_over_ranks(
     def products(received: Dispatched | DispatchedRows) -> Any:
         if isinstance(received, DispatchedRows):
             rows_given = received.x, w13, w2, received.tokens_per_expert, received.probs
-            y, saved = permuted_experts_forward(*rows_given, options, kept, received.align_size)
+            y, saved = permuted_experts_forward(*rows_given, options, kept, received.align_size, bias13)
         else:
             # rounded up, so that steps with similar row counts share shapes, and with them the recording
             entries = received.num_entries if capacity_of(comm) else with_spare(received.num_entries)
             rows = static_bound(entries, experts, recipe.align_size)
             tokens = received.x, w13, w2, received.topk_ids, received.topk_probs
-            y, saved = experts_forward(*tokens, options, kept, rows)
+            y, saved = experts_forward(*tokens, options, kept, rows, bias13)
         saved_chunks.append(replace(saved, route=received.route))
         return y
 
@@ -272,7 +283,8 @@ def _forward_over_ranks(
         received = prepare_dispatch(*inputs, fmt, spare=True, **of_all_ranks)(False).wait()
         y = combine(products(received), received.route, comm)
     saved = replace(
-        saved_chunks[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in saved_chunks[1:])
+        saved_chunks[0],
+        later=tuple(replace(chunk, w13=None, w2=None, bias13=None) for chunk in saved_chunks[1:]),
     )
     if capacity_of(comm) is not None:
         for rows, entries in overflow(saved):
@@ -307,12 +319,13 @@ def moe_forward_permuted(
     recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
+    bias13: ArrayLike | None = None,
     align_size: int = 1,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
-    """The expert layer on already permuted rows: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
+    """The expert layer on already permuted rows: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i] + bias13[e]).
 
     The call does not synchronise with the host. If an FP8 recipe needs each expert's rows padded and they are
     not, they are padded inside, which costs one more pass over the rows.
@@ -337,6 +350,8 @@ def moe_forward_permuted(
         As for `moe_forward`.
     activation : Activation
         The activation between the two GEMMs.
+    bias13 : ArrayLike or None, float32 (float64 for float64 weights), [E, 2F]
+        As for `moe_forward`.
     align_size : int
         Each expert's rows in x are already padded to a multiple of it, with zero rows and zero probs, which
         ``tokens_per_expert`` may or may not include. The FP8 recipes accept 1 and multiples of 128; the
@@ -374,7 +389,7 @@ def moe_forward_permuted(
     """
     options = LayerOptions(activation, recipe, recompute, backend, num_sms)
     arrays = x, w13, w2, tokens_per_expert, probs
-    return forward_permuted(*arrays, options, align_size=align_size, gradients=gradients)
+    return forward_permuted(*arrays, options, bias13=bias13, align_size=align_size, gradients=gradients)
 
 
 def forward_permuted(
@@ -385,6 +400,7 @@ def forward_permuted(
     probs: Any,
     options: LayerOptions,
     *,
+    bias13: Any,
     align_size: int,
     gradients: Collection[str],
 ) -> tuple[Any, Saved]:
@@ -392,7 +408,8 @@ def forward_permuted(
     align_size = checks.integer("align_size", align_size, 1)
     check_gradients(gradients)
     arrays = x, w13, w2, tokens_per_expert, probs
-    y, saved = permuted_experts_forward(*arrays, options, tuple(gradients), align_size)
+    gradients = with_bias(gradients, bias13)
+    y, saved = permuted_experts_forward(*arrays, options, gradients, align_size, bias13)
     return y, _recorded(saved, _overwritten(w13, w2))
 
 
@@ -406,9 +423,10 @@ def experts_forward(
     options: LayerOptions,
     gradients: Collection[str],
     num_out_tokens: int | None = None,
+    bias13: Any = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` for this rank's experts; x is a QuantTensor if other ranks sent it quantised."""
-    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs, "bias13": bias13}
     check_layer(options, gradients, **given)
     recipe, experts = options.precision, experts_of(w13)
     checks.expert_ids(current.call, "topk_ids", topk_ids, experts)
@@ -416,7 +434,7 @@ def experts_forward(
         x = cast(recipe, x)
     sizes: dict[str, Any] = {"align_size": recipe.align_size, "num_out_tokens": num_out_tokens}
     plan = raw_plan_topk(topk_ids, experts, **sizes)
-    return _by_plan(x, w13, w2, plan, topk_probs, options, gradients)
+    return _by_plan(x, w13, w2, bias13, plan, topk_probs, options, gradients)
 
 
 @operation
@@ -429,15 +447,17 @@ def permuted_experts_forward(
     options: LayerOptions,
     gradients: Collection[str],
     align_size: int,
+    bias13: Any = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
     recipe = options.precision
     given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
+    given["bias13"] = bias13
     check_permuted(options, align_size, gradients, **given)
     if not isinstance(x, QuantTensor):
         x = cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, recipe.align_size)
-    y, saved = _by_plan(x, w13, w2, rows, probs, options, gradients)
+    y, saved = _by_plan(x, w13, w2, bias13, rows, probs, options, gradients)
     return unpad_rows(y, rows)[0], saved
 
 
@@ -445,6 +465,7 @@ def _by_plan(
     x: Any,
     w13: Any,
     w2: Any,
+    bias13: Any,
     plan: PermutationPlan | PlacedRows,
     probs: Any,
     options: LayerOptions,
@@ -455,10 +476,10 @@ def _by_plan(
     if recipe.quantizes:
         w13 = w13 if isinstance(w13, Quantized) else raw_quantize(w13, block=(128, 128), columnwise=True)
         w2 = w2 if isinstance(w2, Quantized) else raw_quantize(w2, block=(128, 128), columnwise=True)
-    y, fields = recipe.forward(x, w13, w2, plan, probs, options, gradients)
+    y, fields = recipe.forward(x, w13, w2, bias13, plan, probs, options, gradients)
     if recipe.quantizes:
         w13, w2 = w13 if options.recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    saved = Saved(options, plan, w13=w13, w2=w2, **fields)
+    saved = Saved(options, plan, w13=w13, w2=w2, bias13=bias13, **fields)
     return y, saved.needed_for(gradients)
 
 
@@ -475,8 +496,7 @@ def experts_backward(
     """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
     check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
-    dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
-    return MoEGrads(dx, dprobs, dw13, dw2)
+    return MoEGrads(dx, dprobs, *_backward_weight(operands, dw13, dw2, dtype, ffn, None))
 
 
 @operation
@@ -491,11 +511,11 @@ def experts_backward_input(
 
 @operation
 def experts_backward_weight(
-    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
-) -> tuple[Any, Any]:
-    """(dw13, dw2) of `moe_backward_weight`."""
+    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None, dbias13: Any
+) -> tuple[Any, Any, Any]:
+    """(dw13, dw2, dbias13) of `moe_backward_weight`; dbias13: of earlier chunks, is added to."""
     check_operands(operands, dw13, dw2, dtype, ffn)
-    return _backward_weight(operands, dw13, dw2, dtype, ffn)
+    return _backward_weight(operands, dw13, dw2, dtype, ffn, dbias13)
 
 
 def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[Any, Any, SavedForWeights]:
@@ -511,9 +531,12 @@ def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[
 
 
 def _backward_weight(
-    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
-) -> tuple[Any, Any]:
-    return operands.options.precision.backward_weight(operands, dw13, dw2, dtype, ffn)
+    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None, dbias13: Any
+) -> tuple[Any, Any, Any]:
+    dw13, dw2 = operands.options.precision.backward_weight(operands, dw13, dw2, dtype, ffn)
+    if operands.dh_sums is not None:
+        dbias13 = raw_expert_sums(operands.dh_sums, operands.plan, dbias13)
+    return dw13, dw2, dbias13
 
 
 def moe_backward(
@@ -551,9 +574,9 @@ def moe_backward(
     comm : Comm or None
         The forward's ``comm``.
     gradients : collection of str
-        Gradients to compute, of "dx", "dprobs", "dw13" and "dw2". The others are None, and whatever only they
-        need is not computed (frozen weights save two of six GEMMs). "dx" and "dprobs" are always computed
-        together.
+        Gradients to compute, of "dx", "dprobs", "dw13", "dw2" and "dbias13". The others are None, and
+        whatever only they need is not computed (frozen weights save two of six GEMMs). "dx" and "dprobs" are
+        always computed together.
     num_sms : int or None
         As for `moe_forward`, for this backward's GEMMs; None: the forward's value.
 
@@ -561,7 +584,10 @@ def moe_backward(
     -------
     MoEGrads
         dx [T, H], dprobs [T, k] float32, and the weight gradients dw13 [E, 2F, H] and dw2 [E, H, F]: the
-        accumulators, or new arrays of ``dtype`` (float64 for float64 inputs).
+        accumulators, or new arrays of ``dtype`` (float64 for float64 inputs). With bias13 also dbias13 [E,
+        2F], new, float32 (float64 for float64 inputs), whatever ``dtype`` and ``ffn``: sums over each
+        expert's rows of the gradient of the first GEMM's result, for "fp8_flow" of its float32 values before
+        they are quantised, for the others of its values in their dtype.
 
     Raises
     ------
@@ -596,7 +622,7 @@ def moe_backward(
         total = _added(operands, total, dtype, ffn)
 
     dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, weights)
-    names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
+    names = {name: getattr(total, name) for name in ("dw13", "dw2", "dbias13") if name in gradients}
     return replace(MoEGrads(dx, dprobs, None, None), **names)
 
 
@@ -608,7 +634,8 @@ def _backward_over_ranks(
     weights: Callable[[SavedForWeights], None],
 ) -> tuple[Any, Any]:
     """(dx, dprobs); ``weights`` is called with the operands of each chunk's weight gradients."""
-    chunks = [saved, *(replace(chunk, w13=saved.w13, w2=saved.w2) for chunk in saved.later)]
+    weights_of_all = {"w13": saved.w13, "w2": saved.w2, "bias13": saved.bias13}
+    chunks = [saved, *(replace(chunk, **weights_of_all) for chunk in saved.later)]
     for number, chunk in enumerate(chunks[1:]):  # before anything is sent
         check_later_chunk(f"saved.later[{number}]", _of_this_rank(chunk), gradients)
     pending_operands: list[SavedForWeights] = []
@@ -630,11 +657,12 @@ def _backward_over_ranks(
 
 def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | None) -> MoEGrads:
     """``total`` with the chunk's weight gradients added."""
-    if operands.dh is None and operands.a is None:
+    if operands.dh is None and operands.a is None and operands.dh_sums is None:
         return total
-    dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
+    accumulators = total.dw13, total.dw2, dtype, ffn, total.dbias13
+    dw13, dw2, dbias13 = experts_backward_weight(operands, *accumulators)
     # a gradient that is not requested: the next chunk needs the caller's argument again, a pair for w1 and w3
-    return replace(total, dw13=total.dw13 if dw13 is None else dw13, dw2=dw2)
+    return replace(total, dw13=total.dw13 if dw13 is None else dw13, dw2=dw2, dbias13=dbias13)
 
 
 def moe_backward_input(
@@ -666,7 +694,7 @@ def moe_backward_input(
     grads : MoEGrads
         dx and dprobs; dw13 and dw2 are None.
     operands : SavedForWeights
-        For `moe_backward_weight`; empty without "dw13" and "dw2".
+        For `moe_backward_weight`; empty without "dw13", "dw2" and "dbias13".
 
     Raises
     ------
@@ -729,7 +757,8 @@ def moe_backward_weight(
     Returns
     -------
     MoEGrads
-        dw13 and dw2, each None if `moe_backward_input` was called without it; dx and dprobs are None.
+        dw13, dw2 and dbias13, each None if `moe_backward_input` was called without it; dx and dprobs are
+        None.
 
     Raises
     ------
@@ -752,7 +781,8 @@ def moe_backward_weight(
     """
     chunks = check_fields_of_operands(operands)
     operands = _limited(operands, num_sms)
-    wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
+    needed = ("dw13", operands.dh), ("dw2", operands.a), ("dbias13", operands.dh_sums)
+    wanted = [name for name, x in needed if x is not None]
     check_wanted(dw13, dw2, wanted)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if not wanted:

@@ -25,6 +25,7 @@ from fp8moe.layer.permuted_rows import (
     unpermute,
     unpermute_backward,
 )
+from fp8moe.ops.bias import raw_chunk_sums, sums_of_chunks
 from fp8moe.ops.grouped_gemm import raw_grouped_gemm, raw_grouped_gemm_wgrad
 from fp8moe.ops.quantize import columns_of, raw_dequantize, raw_quantize
 from fp8moe.ops.swiglu import (
@@ -37,7 +38,8 @@ from fp8moe.records import QuantTensor
 from fp8moe.runtime import checks
 
 RecipeName = Literal["bf16", "fp8_blockwise", "fp8_flow"]
-GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
+#: of a layer; dbias13 is none of a forward without bias13
+GRADIENTS = ("dx", "dprobs", "dw13", "dw2", "dbias13")
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def parts_of(dw13: Any) -> tuple[Any, ...]:
 # have k rows per token, after their last use.
 
 
-def _forward_fp8_flow(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
-    first = permute_gemm(x, w13.rowwise, plan, probs, **options.gemm)  # x is FP8 already: cast 1
+def _forward_fp8_flow(x, w13, w2, bias13, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
+    first = permute_gemm(x, w13.rowwise, plan, probs, bias=bias13, **options.gemm)  # x is FP8 already: cast 1
     h, saved = first.data, {"probs": first.probs, "x": x}
     del first
     transposed = "dw2" in gradients and not options.recompute
@@ -106,15 +108,16 @@ def _kept_h(h: Any, options: Any, gradients: Collection[str]) -> Any:
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
-    h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
+    h, a, dh, dx, dprobs, sums = saved.h, saved.a, None, None, None, None
     if options.recompute and gradients:
-        h = permute_gemm(saved.x, saved.w13.rowwise, plan, **options.gemm).data
+        h = permute_gemm(saved.x, saved.w13.rowwise, plan, bias=saved.bias13, **options.gemm).data
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, options.activation, transposed=True).columnwise
     if of_h(gradients):
         # dy is FP8 already: cast 2
         da = permute_gemm(dy, saved.w2.columnwise, plan, **options.gemm).data
-        transposed = "dw13" in gradients
+        sums = sums_of_chunks(h, plan) if "dbias13" in gradients else None
+        transposed = "dw13" in gradients or sums is not None  # its kernel computes the sums
         grad = raw_swiglu_quantize_backward(
             da,
             h,
@@ -123,6 +126,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             align_size=plan.align_size,
             activation=options.activation,
             transposed=transposed,
+            sums=sums,
         )
         dprobs_of_rows = grad.dprobs
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
@@ -133,7 +137,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
     # 131,072 x 7168, 32 experts)
-    return dx, dprobs, _operands(gradients, dy, a, dh, saved.x)
+    return dx, dprobs, _operands(gradients, dy, a, dh, saved.x, sums)
 
 
 def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
@@ -172,12 +176,12 @@ def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untype
 _TARGET = "block"
 
 
-def _forward_fp8_blockwise(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
+def _forward_fp8_blockwise(x, w13, w2, bias13, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
     permuted = permute(x, plan, probs)
     q = _quantized(permuted.data)  # cast 1
     saved = {"probs": permuted.probs, "x": q if gradients else None}
     del permuted
-    h = raw_grouped_gemm(q, w13.rowwise, plan.expert_offsets, **options.gemm)
+    h = raw_grouped_gemm(q, w13.rowwise, plan.expert_offsets, bias=bias13, **options.gemm)
     del q
     a = raw_quantize(raw_swiglu(h, saved["probs"], activation=options.activation))  # cast 2
     saved |= {"h": _kept_h(h, options, gradients), "a": None if options.recompute or not gradients else a}
@@ -189,9 +193,9 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, options, gradients):  # type
 
 def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
-    h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
+    h, a, dh, dx, dprobs, sums = saved.h, saved.a, None, None, None, None
     if options.recompute and gradients:
-        h = raw_grouped_gemm(saved.x, saved.w13.rowwise, offsets, **options.gemm)
+        h = raw_grouped_gemm(saved.x, saved.w13.rowwise, offsets, bias=saved.bias13, **options.gemm)
         if "dw2" in gradients:
             a = raw_quantize(raw_swiglu(h, saved.probs, activation=options.activation))
     dout = _quantized(permute(dy, plan).data)  # cast 3
@@ -199,12 +203,13 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
         da = raw_grouped_gemm(dout, saved.w2.columnwise, offsets, **options.gemm)
         grad = raw_swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
+        sums = raw_chunk_sums(grad.dh, plan) if "dbias13" in gradients else None
         dh, dprobs_of_rows = raw_quantize(grad.dh), grad.dprobs  # cast 4
         del grad
     if of_inputs(gradients):
         dxe = raw_grouped_gemm(dh, saved.w13.columnwise, offsets, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
-    return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
+    return dx, dprobs, _operands(gradients, dout, a, dh, saved.x, sums)
 
 
 def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
@@ -230,9 +235,9 @@ def _requantize(q: Any) -> QuantTensor:
     return raw_quantize(raw_dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
-def _forward_bf16(x, w13, w2, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
+def _forward_bf16(x, w13, w2, bias13, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
     permuted = permute(x, plan, probs)
-    h = raw_grouped_gemm(permuted.data, w13, plan.expert_offsets, **options.gemm)
+    h = raw_grouped_gemm(permuted.data, w13, plan.expert_offsets, bias=bias13, **options.gemm)
     saved = {"probs": permuted.probs, "x": permuted.data if gradients else None}
     del permuted
     a = raw_swiglu(h, saved["probs"], activation=options.activation)
@@ -245,20 +250,20 @@ def _forward_bf16(x, w13, w2, plan, probs, options, gradients):  # type: ignore[
 
 def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
-    h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
+    h, a, dh, dx, dprobs, sums = saved.h, saved.a, None, None, None, None
     if options.recompute and gradients:
-        h = raw_grouped_gemm(saved.x, saved.w13, offsets, **options.gemm)
+        h = raw_grouped_gemm(saved.x, saved.w13, offsets, bias=saved.bias13, **options.gemm)
         a = raw_swiglu(h, saved.probs, activation=options.activation) if "dw2" in gradients else None
     dout, _ = unpermute_backward(dy, plan)
     if of_h(gradients):
         da = raw_grouped_gemm(dout, saved.w2, offsets, transpose_w=True, **options.gemm)
         grad = raw_swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
-        dh = grad.dh
+        dh, sums = grad.dh, raw_chunk_sums(grad.dh, plan) if "dbias13" in gradients else None
     if of_inputs(gradients):
         dxe = raw_grouped_gemm(dh, saved.w13, offsets, transpose_w=True, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
-    return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
+    return dx, dprobs, _operands(gradients, dout, a, dh, saved.x, sums)
 
 
 def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
@@ -282,10 +287,10 @@ def of_inputs(gradients: Collection[str]) -> bool:
 
 
 def of_h(gradients: Collection[str]) -> bool:
-    return "dw13" in gradients or of_inputs(gradients)
+    return "dw13" in gradients or "dbias13" in gradients or of_inputs(gradients)
 
 
-def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any) -> dict[str, Any]:
+def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any, sums: Any) -> dict[str, Any]:
     """The operands of the weight gradients, as fields of `SavedForWeights`; None if not requested."""
     of_w2, of_w13 = "dw2" in gradients, "dw13" in gradients
     return {
@@ -293,6 +298,7 @@ def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any) -> d
         "a": a if of_w2 else None,
         "dh": dh if of_w13 else None,
         "x": x if of_w13 else None,
+        "dh_sums": sums,
     }
 
 

@@ -22,10 +22,11 @@ class Saved(Record):
     times smaller); fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted. h, a: fc1's output and the
     activation's output; None with recompute, which computes them again. fp8_flow: a is column-wise, [F, P] in
     (128, 128) blocks. w13, w2: the weights, as given or quantised. Quantised weights are saved without
-    row-wise codes that only the forward uses (always w2's; w13's unless recompute). ``nbytes`` does not
-    include the weights. overwritten: how often the codes of w13 and of w2 had been overwritten
-    (`quantize_weights` with ``out=``) when the forward read them; None for weights that the forward
-    quantised. later: with ``overlap_chunks``, the records of the chunks after the first, without the weights.
+    row-wise codes that only the forward uses (always w2's; w13's unless recompute). bias13: the forward's, if
+    it had one. ``nbytes`` does not include the weights. overwritten: how often the codes of w13 and of w2 had
+    been overwritten (`quantize_weights` with ``out=``) when the forward read them; None for weights that the
+    forward quantised. later: with ``overlap_chunks``, the records of the chunks after the first, without the
+    weights.
     """
 
     options: LayerOptions
@@ -36,6 +37,7 @@ class Saved(Record):
     a: Any
     w13: Any
     w2: Any
+    bias13: Any = None
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
     later: tuple[Saved, ...] = ()
@@ -56,7 +58,7 @@ class Saved(Record):
         """A copy without the tensors that only other gradients need: with frozen weights (LoRA), without x
         and a; with no gradients, only the plan and the route, so that errors can name what is missing."""
         if not gradients:
-            return replace(self, probs=None, x=None, h=None, a=None, w13=None, w2=None)
+            return replace(self, probs=None, x=None, h=None, a=None, w13=None, w2=None, bias13=None)
         x = self.x if "dw13" in gradients or self.options.recompute else None
         h = self.h if of_h(gradients) else None
         return replace(self, x=x, h=h, a=self.a if "dw2" in gradients else None)
@@ -80,6 +82,9 @@ class SavedForWeights(Record):
     dh, x : arrays or QuantTensor, or None
         Operands of w13's gradient; None if it is not requested. dh is column-wise in fp8_flow, in the others
         row-wise; x as in `Saved`.
+    dh_sums : array or None
+        For bias13's gradient: sums of dh's columns (see `fp8moe.ops.bias.sums_of_chunks`), 8 F bytes per 128
+        rows.
     later : tuple of SavedForWeights
         With ``overlap_chunks``, the records of the chunks after the first.
     """
@@ -90,9 +95,10 @@ class SavedForWeights(Record):
     a: Any
     dh: Any
     x: Any
+    dh_sums: Any = None
     later: tuple[SavedForWeights, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Total bytes, including memory shared with the forward's `Saved` and with the caller."""
-        return nbytes(self.plan, self.dy, self.a, self.dh, self.x, self.later)
+        return nbytes(self.plan, self.dy, self.a, self.dh, self.x, self.dh_sums, self.later)

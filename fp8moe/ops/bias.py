@@ -1,13 +1,15 @@
-"""The bias of the experts' second product, added to their merged rows, and the gradient of the probabilities
-that it is multiplied by."""
+"""The bias of the experts' second GEMM, added to their merged rows, and the gradient of the probabilities
+that it is multiplied by; the gradient of the bias of the first GEMM, which that GEMM itself adds."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fp8moe.records import ArrayLike, ArraySpec
 from fp8moe.runtime import checks
-from fp8moe.runtime.dispatch import enter, operation
+from fp8moe.runtime.dispatch import current, enter, operation
 
 
 @operation
@@ -94,3 +96,40 @@ def _check_biases(bias: Any, topk_ids: Any, topk_probs: Any, tokens: int) -> int
     )
     checks.arrays(("topk_probs", topk_probs, checks.FLOATS, tuple(topk_ids.shape)))
     return bias.shape[1]  # type: ignore[no-any-return]
+
+
+CHUNK = 128  # rows
+
+
+def sums_of_chunks(x: Any, plan: Any) -> Any:
+    """New memory for sums of each column of x [P, N] over chunks of at most 128 rows of one expert. Chunk i
+    of expert e is number offsets[e] // 128 + e + i, without e if every offset is a multiple of 128; others
+    are not written. float32, float64 for float64.
+
+    plan: with expert_offsets and align_size."""
+    rows, width = x.shape
+    dtype = x.dtype if x.dtype == np.float64 else checks.FLOAT32
+    return current.call.array((num_chunks(rows, plan), width), dtype)
+
+
+def num_chunks(rows: int, plan: Any) -> int:
+    return rows // CHUNK + (plan.expert_offsets.shape[0] - 1 if plan.align_size % CHUNK else 0)
+
+
+def raw_chunk_sums(x: Any, plan: Any) -> Any:
+    """`sums_of_chunks` of an array."""
+    sums = sums_of_chunks(x, plan)
+    current.call.run("bias", "chunk_sums", x, plan.expert_offsets, out=sums)
+    return sums
+
+
+def raw_expert_sums(sums: Any, plan: Any, out: Any = None) -> Any:
+    """[E, N] of sums' dtype: the sums over each expert's rows, of those of its chunks, in float64; added to
+    out, and rounded once. Zeros for an expert without rows."""
+    call, accumulate = current.call, out is not None
+    experts = plan.expert_offsets.shape[0] - 1
+    if out is None:
+        out = call.array((experts, sums.shape[1]), sums.dtype)
+    options = {"rows": plan.num_out_tokens, "accumulate": accumulate}
+    call.run("bias", "expert_sums", sums, plan.expert_offsets, **options, out=out)
+    return out

@@ -166,14 +166,18 @@ def raw_grouped_gemm(
     expert_offsets: Any,
     tokens_per_expert: Any = None,
     *,
+    bias: Any = None,
     transpose_w: bool = False,
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Any:
+    """bias: [E, N], float32, or float64 if x is: added to the float32 (float64) sums of an expert's rows
+    before they are rounded. Padding rows are then it, or zeros. By "cublas" it is first rounded to the
+    result's dtype."""
     call, quantized = current.call, isinstance(x, QuantTensor)
     columns = (w.data if quantized else w).shape[2 if transpose_w else 1]
     out = call.empty(ArraySpec((x.shape[0], columns), BFLOAT16 if quantized else x.dtype))
-    options = {"transpose_w": transpose_w, "backend": backend, "num_sms": num_sms}
+    options = {"bias": bias, "transpose_w": transpose_w, "backend": backend, "num_sms": num_sms}
     call.run("grouped_gemm", "grouped_gemm", x, w, expert_offsets, tokens_per_expert, **options, out=out)
     return out
 
@@ -250,13 +254,15 @@ def raw_permute_gemm(
     plan: PermutationPlan,
     probs: Any = None,
     *,
+    bias: Any = None,
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Permuted:
+    """bias: as in `raw_grouped_gemm`."""
     call, rows = current.call, plan.num_out_tokens
     data = call.array((rows, w.data.shape[1]), BFLOAT16)
     out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
-    options = {"backend": backend, "num_sms": num_sms}
+    options = {"bias": bias, "backend": backend, "num_sms": num_sms}
     call.run("grouped_gemm", "permute_gemm", x, w, plan, probs, **options, out=out)
     return out
 

@@ -294,12 +294,14 @@ def raw_swiglu_quantize_backward(
     transposed: bool = False,
     expert_offsets: Any = None,
     align_size: int = 1,
+    sums: Any = None,
 ) -> SwigluGrad:
+    """sums: memory of `fp8moe.ops.bias.sums_of_chunks` for the sums of dh before it is quantised, or None."""
     call, shape = current.call, tuple(h.shape)
     dh = activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size)
     out: SwigluGrad = call.empty(SwigluGrad(dh, _dprobs_spec(h, probs)))
     options: dict[str, Any] = {"activation": activation, "expert_offsets": expert_offsets}
-    call.run("swiglu", "swiglu_quantize_backward", grad, h, probs, **options, out=out)
+    call.run("swiglu", "swiglu_quantize_backward", grad, h, probs, **options, sums=sums, out=out)
     return out
 
 

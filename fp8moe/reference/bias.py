@@ -1,4 +1,5 @@
-"""The bias of the experts' second product, each row by itself."""
+"""The bias of the experts' second GEMM, each row by itself; sums over the experts' rows, for the gradient of
+the first GEMM's bias."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from fp8moe.reference.numerics import accumulator_of, split_rows, widen
+from fp8moe.reference.numerics import accumulator_of, expert_ranges, quietly, split_rows, widen
 from fp8moe.runtime.loops import compiled
 
 
@@ -68,3 +69,29 @@ def _dot_loop(first, last, rows, biases, ids, dots):  # type: ignore[no-untyped-
                 for i in range(biases.shape[1]):
                     total += np.float64(rows[t, i]) * np.float64(biases[expert, i])
                 dots[t, j] = total
+
+
+CHUNK = 128  # rows
+
+
+@quietly
+def chunk_sums(x: np.ndarray, expert_offsets: np.ndarray, *, out: np.ndarray) -> None:
+    for first, lo, hi in _chunks(out, expert_offsets, len(x)):
+        for chunk, row in enumerate(range(lo, hi, CHUNK), first):
+            out[chunk] = widen(x[row : min(row + CHUNK, hi)], out.dtype).sum(axis=0)
+
+
+@quietly
+def expert_sums(
+    sums: np.ndarray, expert_offsets: np.ndarray, *, rows: int, accumulate: bool, out: np.ndarray
+) -> None:
+    for e, (first, lo, hi) in enumerate(_chunks(sums, expert_offsets, rows)):
+        total = sums[first : first - (lo - hi) // CHUNK].sum(axis=0, dtype=np.float64)
+        out[e] = total + out[e] if accumulate else total
+
+
+def _chunks(sums: np.ndarray, expert_offsets: np.ndarray, rows: int) -> list[tuple[int, int, int]]:
+    """(number of the first chunk, first row, last row) of each expert."""
+    step = len(sums) != rows // CHUNK
+    ranges = enumerate(expert_ranges(expert_offsets, rows))
+    return [(lo // CHUNK + e * step, lo, hi) for e, (lo, hi) in ranges]

@@ -29,6 +29,7 @@ def grouped_gemm(
     expert_offsets: np.ndarray,
     tokens_per_expert: np.ndarray | None,
     *,
+    bias: np.ndarray | None = None,
     transpose_w: bool,
     backend: str | None,
     num_sms: int | None,
@@ -39,10 +40,12 @@ def grouped_gemm(
         if lo == hi:
             continue
         if isinstance(x, QuantTensor):
-            out[lo:hi] = _forward_blocks(x, w, e, lo, hi).astype(out.dtype)
+            total = _forward_blocks(x, w, e, lo, hi)
         else:
-            weight = _wide(w[e]) if transpose_w else _wide(w[e]).T
-            out[lo:hi] = (_wide(x[lo:hi]) @ weight).astype(out.dtype)
+            total = _wide(x[lo:hi]) @ (_wide(w[e]) if transpose_w else _wide(w[e]).T)
+        if bias is not None:
+            total += bias[e]
+        out[lo:hi] = total.astype(out.dtype)
         if tokens_per_expert is not None:
             out[min(lo + max(int(tokens_per_expert[e]), 0), hi) : hi] = np.zeros((), out.dtype)
 
@@ -53,6 +56,7 @@ def permute_gemm(
     plan: PermutationPlan,
     probs: np.ndarray | None,
     *,
+    bias: np.ndarray | None = None,
     backend: str | None,
     num_sms: int | None,
     out: Permuted,
@@ -60,8 +64,9 @@ def permute_gemm(
     codes, scales = (np.empty((plan.num_out_tokens, a.shape[1]), a.dtype) for a in (x.data, x.scales))
     permuted = replace(out, data=replace(x, data=codes, scales=scales))
     permute(x, plan, probs, fill_padding=True, zero_unweighted=False, out=permuted)
-    options: dict[str, Any] = {"transpose_w": False, "backend": backend, "num_sms": num_sms, "out": out.data}
-    grouped_gemm(permuted.data, w, plan.expert_offsets, plan.tokens_per_expert, **options)
+    options: dict[str, Any] = {"bias": bias, "transpose_w": False, "backend": backend, "num_sms": num_sms}
+    operands = permuted.data, w, plan.expert_offsets, plan.tokens_per_expert
+    grouped_gemm(*operands, **options, out=out.data)
 
 
 def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) -> np.ndarray:

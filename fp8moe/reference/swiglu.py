@@ -22,6 +22,7 @@ import numpy as np
 
 from fp8moe.activation import Activation
 from fp8moe.records import Quantized, QuantTensor, SwigluGrad
+from fp8moe.reference.bias import chunk_sums
 from fp8moe.reference.numerics import quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
 from fp8moe.reference.transpose import scaling_aware_transpose
@@ -70,12 +71,15 @@ def swiglu_quantize_backward(
     *,
     activation: Activation,
     expert_offsets: np.ndarray | None,
+    sums: np.ndarray | None = None,
     out: SwigluGrad,
 ) -> None:
     real = slice(0, _rows_of(expert_offsets, len(h)))
     dh = np.zeros(h.shape, np.float32)
     dh[real], dprobs = backward(grad[real], h[real], _part(probs, real), activation)
     _quantize(dh, expert_offsets, out.dh)
+    if sums is not None and expert_offsets is not None:
+        chunk_sums(dh, expert_offsets, out=sums)
     if out.dprobs is not None:
         out.dprobs[:] = 0
         out.dprobs[real] = dprobs.astype(out.dprobs.dtype, copy=False)

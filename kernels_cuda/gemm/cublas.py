@@ -10,7 +10,15 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16, is_columnwise
 from fp8moe.kernels_cuda.quantize import dequantize
-from fp8moe.kernels_cuda.runtime.launch import copy_to_host, current_stream, fill_bytes, scratch
+from fp8moe.kernels_cuda.runtime.encodings import KINDS
+from fp8moe.kernels_cuda.runtime.launch import (
+    copy_to_host,
+    current_stream,
+    fill_bytes,
+    launch,
+    scratch,
+    threads,
+)
 from fp8moe.records import QuantTensor
 
 TYPES = {BFLOAT16: 14, np.dtype(np.float16): 2, np.dtype(np.float32): 0}  # cudaDataType
@@ -34,17 +42,31 @@ def library() -> Any:
     return cublas
 
 
-def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w: bool, out: Any) -> None:
+    """A bias is rounded to out's dtype before it is added: cuBLAS adds what is in out."""
     transpose_w = transpose_w or (isinstance(w, QuantTensor) and w.transposed)
     x, w = _plain(x, None), _plain(w, None)
-    fill_bytes(out, 0)
-    depth, width = x.shape[1], out.shape[1]
+    depth, (rows_of_all, width) = x.shape[1], out.shape
+    if bias is None:
+        fill_bytes(out, 0)
+    else:
+        sizes = expert_offsets.shape[0] - 1, rows_of_all, width, KINDS[out.dtype]
+        launch(
+            "grouped_gemm",
+            "fill_rows",
+            (rows_of_all, threads(width, 128)),
+            128,
+            bias,
+            expert_offsets,
+            *sizes,
+            out,
+        )
     operation, stride = (NONE, width) if transpose_w else (TRANSPOSED, depth)
     multiply = _multiplier(w, x, out)
-    for e, first, rows in _experts(expert_offsets, out.shape[0]):
+    for e, first, rows in _experts(expert_offsets, rows_of_all):
         # cuBLAS is column-major: it computes the transpose, out.T = w[e] @ x.T
         multiply(
-            *(operation, NONE, width, rows, depth, 0.0),
+            *(operation, NONE, width, rows, depth, 0.0 if bias is None else 1.0),
             *(e * width * depth, stride),
             *(first * depth, depth),
             *(first * width, width),

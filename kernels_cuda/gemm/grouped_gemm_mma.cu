@@ -17,14 +17,14 @@
 // out[r, n] = sum over k of x[r, k] w[e, n, k], where e is the expert of row r; zeros for rows of no expert.
 // Arguments: x [rows, depth], w [experts, width, depth] and out [rows, width] of KIND; or FP8: x codes with
 //   x_scales[r * row_stride + block * column_stride], w codes with w_scales [experts, ceil(width / 128),
-//   ceil(depth / 128)], out bfloat16.
+//   ceil(depth / 128)], out bfloat16. bias [experts, width], added to the sums, or null.
 // Requires: nothing of shapes and offsets. Operand rows that are not 16-byte aligned are read value by value.
 // Launch: one thread block of THREADS per tile, for the largest possible number of tiles: ceil(rows / ROWS) +
 //   experts rows of tiles by ceil(width / COLUMNS).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_mma(const void* x, const float* x_scales, i64 row_stride, i64 column_stride, const void* w,
                      const float* w_scales, const int* offsets, i64 experts, i64 rows, i64 width, i64 depth,
-                     u16* out) {
+                     u16* out, const float* bias) {
   pdl_wait();
   DYNAMIC_SHARED(memory);
   __shared__ i64 located[2];
@@ -87,5 +87,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < Of::COUNT; ++i) scales[i] = loaded[i] * of_all;
       });
 #endif
-  store_tile(sums, memory, out, OUT_KIND, tile[0], width, tile[1], tile[2], false);
+  const float* own = bias ? bias + e * width + width - tile[2] : nullptr;
+  store_tile(sums, memory, out, OUT_KIND, tile[0], width, tile[1], tile[2], false, own);
 }

@@ -68,8 +68,8 @@ def _has_little_shared_memory(architecture: str) -> bool:
     return (number := _number(architecture)) in (86, 89) or number >= 120
 
 
-def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
-    product = product_of_grouped_gemm(x, w, expert_offsets, transpose_w, out)
+def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w: bool, out: Any) -> None:
+    product = product_of_grouped_gemm(x, w, expert_offsets, bias, transpose_w, out)
     if isinstance(x, QuantTensor):
         defines = _formats(x, w)
         strides = (1, x.scales.shape[1]) if x.layout == "gemm_ready" else (x.scales.shape[1], 1)
@@ -89,6 +89,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
         product.width,
         product.depth,
         out,
+        bias,
         shared=here.shared,
         defines=defines,
     )

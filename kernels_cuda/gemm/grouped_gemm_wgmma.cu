@@ -12,6 +12,8 @@
 //   [experts * width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows,
 //   width]; real [experts]: rows of an expert without padding, or null for all. Padding rows of x must be
 //   zeros; those of out become zeros.
+// With BIAS, `bias` [experts, width] is added: the accumulators begin with it. Padding rows of out become it,
+//   or zeros.
 // With GATHER, x has `tokens` rows: out[r, n] = sum over k of x[sources[r], k] w[e, n, k], and zeros for rows
 //   whose source is outside x. x_map is not used, and `codes` are x's; without, the last three are not.
 // Requires: width a multiple of 8, depth of 16; any offsets.
@@ -20,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
-                       const int* real, const u8* codes, i64 tokens, const int* sources, int* counter) {
+                       const int* real, const float* bias, const u8* codes, i64 tokens, const int* sources,
+                       int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -132,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
     more_registers<GATHER ? 208 : 224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
     float sums[2][64] = {};
+    float2 own_bias[16];
     auto scales_of = [&](u32 half, At scales) {  // scales of rows my_row and my_row + 8
       const float of_columns = load_at(scales + 16 * (ROWS + group));
       const At of_rows = scales + 16 * (64 * half + my_row);
@@ -139,26 +143,29 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
     };
     auto promote = [&](u32 half, const float (&d)[64], float2 by, bool first) {
 #pragma unroll
-      for (u32 i = 0; i < 64; ++i)
-        sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, first ? 0.f : sums[half][i]);
+      for (u32 i = 0; i < 64; ++i) {
+        const float begin = BIAS ? i & 1 ? own_bias[i / 4].y : own_bias[i / 4].x : 0.f;
+        sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, first ? begin : sums[half][i]);
+      }
     };
     for (WorkTile tile = order.tile(s); tile.number < work.all;) {
       const bool whole = work.halves(tile.number) == 2;
       const u32 parity = order.turn & 1u;
+      const ReadBias read = {own_bias, s, order, bias, width, group};
       if (GATHER) {  // handed over during the next tile: 3 to 7 % less time; not gathered up to 3 % more
         const bool any = order.turn != 0;
         const Finished previous(s, sums, group, any ? parity ^ 1u : 0u);
         if (whole)
           multiply<true, false, true>(s, turn, group, 2, steps, LastStep{}, scales_of, promote,
-                                      HandOver<2>{previous, any});
+                                      HandOver<2>{previous, any, read});
         else
           multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote,
-                                      HandOver<1>{previous, any});
+                                      HandOver<1>{previous, any, read});
       } else {
         if (whole)
-          multiply<true, false, true>(s, turn, group, 2, steps, LastStep{}, scales_of, promote, Nothing{});
+          multiply<true, false, true>(s, turn, group, 2, steps, LastStep{}, scales_of, promote, read);
         else
-          multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote, Nothing{});
+          multiply<true, false, true>(s, turn, group, 1, steps, LastStep{}, scales_of, promote, read);
       }
       order.done(s);
       tile = order.tile(s);  // before the hand-over, which hides the latency

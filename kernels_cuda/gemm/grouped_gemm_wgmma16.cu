@@ -9,7 +9,8 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // out[r, n] = sum over k of x[r, k] w[e, n, k] (or w[e, k, n]), where e is the expert of row r; zeros for
-// rows of no expert. ADDEND: addend[r, n] + that sum, rounded once.
+// rows of no expert. ADDEND: addend[r, n] + that sum, rounded once. bias [experts, width], float32, of the
+// row's expert is added before rounding; null: none.
 // Arguments: x [rows, depth]; w [experts * width, depth] or (TRANSPOSED) [experts * depth, width]; out [rows,
 //   width] of x's dtype; offsets null: one expert has all rows; addend [rows, width], with ADDEND.
 // Requires: width and depth multiples of 8; any offsets.
@@ -17,7 +18,7 @@
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles_16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                           const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
-                          const u16* addend, int* counter) {
+                          const u16* addend, const float* bias, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x;
@@ -94,12 +95,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     const int last = (int)depth - (steps - 1) * STEP;
     for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
       float d[128];
+      const float* own = bias ? bias + tile.expert * width + tile.column() + t % 4 * 2 : nullptr;
+      const int last_column = (int)width - 8 - tile.column();
       if (work.halves(tile.number) == 2) {
         multiply<256, false, TRANSPOSED>(s, turn, group, steps, last, d);
-        hand_over_16<256, KIND>(s, d, group, phase);
+        hand_over_16<256, KIND>(s, d, group, phase, own, last_column);
       } else {
         multiply<128, false, TRANSPOSED>(s, turn, group, steps, last, d);
-        hand_over_16<128, KIND>(s, d, group, phase);
+        hand_over_16<128, KIND>(s, d, group, phase, own, last_column);
       }
     }
   }

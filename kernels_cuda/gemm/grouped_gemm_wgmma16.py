@@ -71,7 +71,7 @@ def _rest_bytes(stages: int, experts: int) -> int:
 
 
 def grouped_gemm(
-    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+    x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w: bool, num_sms: int | None, out: Any
 ) -> None:
     rows, width = out.shape
     experts = expert_offsets.shape[0] - 1
@@ -91,13 +91,14 @@ def grouped_gemm(
         x.shape[1],
         out,
         None,
+        bias,
     )
 
 
 def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
     rows, width = out.shape
     variant = "TRANSPOSED=1", "ADDEND=1"
-    operands = a, b, None, 1, rows, width, a.shape[1], out, addend
+    operands = a, b, None, 1, rows, width, a.shape[1], out, addend, None
     _launch("add_product", "grouped_gemm_wgmma16", "grouped_gemm_tiles_16", variant, 1, None, *operands)
 
 

@@ -72,6 +72,7 @@ def grouped_gemm(
     w: QuantTensor,
     expert_offsets: Any,
     *,
+    bias: Any,
     tokens_per_expert: Any,
     transpose_w: bool,
     num_sms: int | None,
@@ -87,7 +88,7 @@ def grouped_gemm(
         "grouped_gemm",
         "grouped_gemm_wgmma",
         "grouped_gemm_tiles",
-        () if sources is None else ("GATHER=1",),
+        (*(() if sources is None else ("GATHER=1",)), *(() if bias is None else ("BIAS=1",))),
         num_sms,
         x,
         w,
@@ -102,6 +103,7 @@ def grouped_gemm(
         x.shape[1],
         out,
         tokens_per_expert,
+        bias,
         *((None, 0, None) if sources is None else (x.data, x.shape[0], sources)),
     )
 

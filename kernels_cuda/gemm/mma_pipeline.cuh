@@ -510,7 +510,8 @@ __device__ __forceinline__ void store_four(void* p, i64 i, int kind, float4 v) {
 // compiler copied wgrad's to local memory first, and looped over that: four loops of 720 instructions, with a
 // branch for each pair.
 __device__ __forceinline__ void store_tile(const Sums& sums, u8* memory, void* out, int kind, i64 at,
-                                           i64 pitch, i64 rows, i64 columns, bool add) {
+                                           i64 pitch, i64 rows, i64 columns, bool add,
+                                           const float* bias = nullptr) {
   static_assert(STAGES * STAGE_BYTES >= ROWS * COLUMNS * 4, "shared memory for the sums");
   float* tile = (float*)memory;
   const Part part;
@@ -529,6 +530,8 @@ __device__ __forceinline__ void store_tile(const Sums& sums, u8* memory, void* o
   const int end = (int)min(rows, (i64)ROWS), count = (int)min(columns - column, (i64)4);
   if (kind != F64 && pitch % 4 == 0 && ((size_t)out & (kind == F32 ? 15 : 7)) == 0) {
     if (count <= 0) return;
+    const float* own = bias + column;
+    const float4 more = bias ? make_float4(own[0], own[1], own[2], own[3]) : make_float4(0.f, 0.f, 0.f, 0.f);
     constexpr int BATCH = 4;  // rows whose loads, if any, are issued before the first store
 #pragma unroll 1
     for (int row = first; row < end; row += BATCH * DOWN) {
@@ -543,6 +546,7 @@ __device__ __forceinline__ void store_tile(const Sums& sums, u8* memory, void* o
         float4 v = *(const float4*)(tile + place_of(row + i * DOWN, column));
         const float4 b = before[i];
         if (add) v = make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
+        if (bias) v = make_float4(v.x + more.x, v.y + more.y, v.z + more.z, v.w + more.w);
         store_four(out, at + (row + i * DOWN) * pitch + column, kind, v);
       }
     }
@@ -553,7 +557,7 @@ __device__ __forceinline__ void store_tile(const Sums& sums, u8* memory, void* o
 #pragma unroll 1
     for (int k = 0; k < count; ++k) {
       const i64 i = at + row * pitch + column + k;
-      const float x = tile[place_of(row, column) + k];
+      const float x = tile[place_of(row, column) + k] + (bias ? bias[column + k] : 0.f);
       store(out, i, kind, add ? x + load_wide(out, i, kind) : x);
     }
 }

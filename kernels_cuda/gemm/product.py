@@ -31,7 +31,9 @@ class Product(NamedTuple):
         return 2 * self.rows * self.width * self.depth if self.experts else 0
 
 
-def product_of_grouped_gemm(x: Any, w: Any, expert_offsets: Any, transpose_w: bool, out: Any) -> Product:
+def product_of_grouped_gemm(
+    x: Any, w: Any, expert_offsets: Any, bias: Any, transpose_w: bool, out: Any
+) -> Product:
     rows, width = out.shape
     return Product(
         "grouped_gemm",
@@ -41,7 +43,7 @@ def product_of_grouped_gemm(x: Any, w: Any, expert_offsets: Any, transpose_w: bo
         rows,
         width,
         x.shape[1],
-        _alignment(x, w, out),
+        _alignment(x, w, bias, out),
         transpose_w=transpose_w,
     )
 

@@ -123,9 +123,18 @@ __device__ __forceinline__ At wait_for_buffer(const Shared& s, u32 group, u32 ph
 }
 
 // Hands a warpgroup's accumulators, as 16-bit values of TYPE BF16 or F16, to the store warps. ADDEND: adds
-// the bfloat16 values that these have loaded to the same place.
+// the bfloat16 values that these have loaded to the same place. bias: null, or added: of this thread's first
+// column; the vector of eight columns at `last` from there is the last one of the matrix.
 template <int WIDTH, int TYPE>
-__device__ __forceinline__ void hand_over_16(const Shared& s, float (&d)[128], u32 group, u32& phase) {
+__device__ __forceinline__ void hand_over_16(const Shared& s, float (&d)[128], u32 group, u32& phase,
+                                             const float* bias = nullptr, int last = 0) {
+  if (bias) {
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; ++j) {
+      const float2 two = __ldg((const float2*)(bias + min(8 * j, last)));
+      d[4 * j] += two.x, d[4 * j + 1] += two.y, d[4 * j + 2] += two.x, d[4 * j + 3] += two.y;
+    }
+  }
   // recomputed here instead of occupying a register during the main loop
   const u32 t = kept(threadIdx.x), lane = t % 32;
   auto two = [&](u32 i) { return TYPE == F16 ? to_f16x2(d[i], d[i + 1]) : to_bf16x2(d[i], d[i + 1]); };

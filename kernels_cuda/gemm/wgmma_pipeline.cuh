@@ -11,6 +11,9 @@
 #ifndef GATHER
 #define GATHER 0  // 1: rows of a are gathered by a fourth warpgroup (wgmma_gather.cuh)
 #endif
+#ifndef BIAS
+#define BIAS 0  // 1: a bias of the expert is added to the forward's result
+#endif
 // arrivals: the TMA thread's expect_tx, and the 32 lanes of the scale warp or the thread that relays
 #define FULL_ARRIVALS (1 + (GATHER ? 1 : 32))
 #define PRODUCER_WARPS (GATHER ? 8 : 4)
@@ -239,15 +242,39 @@ struct Finished {
   }
 };
 
+// For multiply: with BIAS, reads a thread's values of bias [experts, width] for its columns, 8 j and the
+// next, while the products of a tile's first K-step are in flight; promote begins with them.
+struct ReadBias {
+  float2 (&own)[16];
+  const Shared& s;
+  const Order& order;
+  const float* bias;
+  i64 width;
+  u32 group;
+  __device__ __forceinline__ void in_flight(u32) const {
+    if (!BIAS) return;
+    // The tile is read again: the compiler moves loads from an address that it knows earlier before the
+    // staging of the last tile, and spills 57 registers.
+    const WorkTile tile = order.again(s);
+    const int first = tile.column() + (int)group * 128, last = (int)width - 8;  // vectors of eight columns
+    const float* from = bias + tile.expert * width + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) own[j] = __ldg((const float2*)(from + min(first + 8 * j, last)));
+  }
+  __device__ __forceinline__ void after() const {}
+};
+
 // For multiply: hands over the tile before, if there is one, while the products of the next one's first
 // K-step are in flight.
 template <u32 HALVES>
 struct HandOver {
   Finished tile;
   bool any;
+  ReadBias bias;
   __device__ __forceinline__ void in_flight(u32 half) const {
     tile.stage(half);
     if (HALVES == 1) tile.stage(1);
+    bias.in_flight(half);
   }
   __device__ __forceinline__ void after() const {
     if (any) hand_over(tile.s, 0);

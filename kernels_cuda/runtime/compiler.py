@@ -51,8 +51,8 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         *((f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={c}") for a in (0, 1) for b in (0, 1) for c in (1, 0)),
     ],
     "grouped_gemm_wgmma": [
-        (f"A_FMT={a}", f"B_FMT={b}", *gather)
-        for gather in ((), ("GATHER=1",))
+        (f"A_FMT={a}", f"B_FMT={b}", *other)
+        for other in ((), ("GATHER=1",), ("GATHER=1", "BIAS=1"), ("BIAS=1",))
         for a in (0, 1)
         for b in (0, 1)
     ],
@@ -81,8 +81,15 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "swiglu_transpose": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS if "MX=0" in c for bare in (1, 0)),
-        *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GELU", "GELU_TANH")),
-        *((*_CONVERSIONS[0], *ungated) for ungated in _UNGATED),
+        *(
+            (*_CONVERSIONS[0], *activation, *sums)
+            for sums in ((), ("SUMS=1",))
+            for activation in (
+                *(("BARE=1", f"ACT={act}") for act in ("GELU", "GELU_TANH")),
+                *_UNGATED,
+                *((f"BARE={bare}",) for bare in (1, 0) if sums),
+            )
+        ),
     ],
     "router": [(f"PER_LANE={n}", f"LOSSES={losses}") for n in (4, 1, 8, 32) for losses in (0, 1)],
     "transpose": [
