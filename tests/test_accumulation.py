@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8moe
 import fp8moe.torch
-from fp8moe.adapters.torch import grouped
+from fp8moe.adapters.torch import accumulation, grouped
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.torch import FP8FlowMoE, set_fuse_wgrad_accumulation
 
@@ -227,6 +227,16 @@ def test_two_backwards_of_one_graph():
         assert torch.equal(t.grad, wanted)
 
 
+def test_deterministic_algorithms(device):
+    w, data = weights(), routed()
+    accumulation._no_entries.cache_clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_added(w, lambda: backward(w, data))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_graph_that_has_saved_the_old_grad_notices():
     w, data = weights(), routed()
     some_grads(w)
@@ -367,8 +377,16 @@ def test_a_hook_of_the_experts_node_gets_the_separate_gradients():
         )
 
 
-@pytest.mark.parametrize("context", [_unfused, torch.autograd.detect_anomaly], ids=["option", "anomaly"])
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def _compiled_autograd():
+    return torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager"))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [_unfused, torch.autograd.detect_anomaly, _compiled_autograd],
+    ids=["option", "anomaly", "compiled_autograd"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:The .grad attribute of a Tensor:UserWarning")
 def test_contexts_that_keep_gradients_separate(context):
     w, data = weights(), routed()
     exact, old = float32_gradients(w, lambda: backward(w, data)), some_grads(w)
