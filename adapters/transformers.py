@@ -53,6 +53,7 @@ from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups
+from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, weights_unchanged
 from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions, options_of
 from fp8moe.layer.recipes import Recipe, RecipeName
@@ -205,15 +206,19 @@ def _warn_after(method: str) -> None:
         asked = (*arguments, *options.values(), model.config._experts_implementation)[0]
         for name in asked.values() if isinstance(asked, dict) else [asked]:
             if getattr(ALL_EXPERTS_FUNCTIONS.get(name), "__module__", None) == __name__:
-                _warn_if_ignored(model, name)
+                _check_model(model, name)
         return result
 
     setattr(PreTrainedModel, method, method_that_warns)
 
 
-def _warn_if_ignored(model: nn.Module, name: str) -> None:
+def _check_model(model: nn.Module, name: str) -> None:
+    """Warns if the model ignores the implementation; otherwise its experts' state dicts are checked."""
     modules = list(model.modules())
-    if any(hasattr(m, "has_gate") and hasattr(m, "is_transposed") for m in modules):  # set by the interface
+    if experts := [m for m in modules if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]:
+        for m in experts:  # these are set by the interface
+            if all(hook.hook is not refuse_codes for hook in m._load_state_dict_pre_hooks.values()):
+                m.register_load_state_dict_pre_hook(refuse_codes)
         return
     if names := sorted({type(m).__name__ for m in modules if _NAMES_OF_EXPERTS.search(type(m).__name__)}):
         warnings.warn(

@@ -1,5 +1,6 @@
 """`fp8moe.adapters.transformers` in Hugging Face transformers."""
 
+import copy
 import importlib
 import re
 import subprocess
@@ -396,6 +397,29 @@ def test_models_that_use_the_implementation_or_have_no_experts_do_not_warn(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model_of(name, FP8).set_experts_implementation(BF16)
+
+
+def test_codes_without_scales_are_not_loaded_into_experts():
+    """By any of a model's doors; a model's other weights are transformers'."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, vocab_size=32, intermediate_size=16,
+    )  # fmt: skip
+    made = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=FP8)
+    changed = transformers.AutoModelForCausalLM.from_config(config)
+    changed.set_experts_implementation(FP8)
+    for model in (made, changed, copy.deepcopy(made)):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        names = [name for name in before if "experts" in name]
+        assert len(names) == 2
+        for name, dtype in zip(names, (torch.float8_e4m3fn, torch.int8), strict=True):
+            with pytest.raises(TypeError, match=f"^{name}: got dtype {dtype}, codes without scales; wanted"):
+                model.load_state_dict({**before, name: before[name].to(dtype)})
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        model.load_state_dict({name: value.half() for name, value in before.items()})
+        hooks = [m._load_state_dict_pre_hooks for m in model.modules() if hasattr(m, "is_transposed")]
+        assert [len(h) for h in hooks] == [1]
 
 
 def test_the_how_to_names_all_models_that_ignore_it():

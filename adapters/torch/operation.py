@@ -335,7 +335,7 @@ def refuse_codes(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         own |= module.get_submodule("parametrizations").named_parameters("parametrizations")
     for name, old in own.items():
         new = state.get(prefix + name)
-        if isinstance(new, Tensor) and old.is_floating_point():
+        if isinstance(new, Tensor) and old.dtype in DIFFERENTIABLE:  # no codes themselves
             check_values(prefix + name, new.dtype)
 
 
