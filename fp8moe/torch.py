@@ -8,7 +8,7 @@ from fp8moe.adapters.torch.deepgemm import deepgemm_grouped_gemm
 from fp8moe.adapters.torch.distributed.deep_ep import DeepEPEngine, DeepEPRoute
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
 from fp8moe.adapters.torch.distributed.symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
-from fp8moe.adapters.torch.fsdp import padded_elements, shard_placement
+from fp8moe.adapters.torch.fsdp import gather_fp8, padded_elements, shard_placement
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
@@ -59,6 +59,7 @@ __all__ = [
     "deepgemm_grouped_gemm",
     "dequantize",
     "exclude_from_ddp",
+    "gather_fp8",
     "grouped_gemm",
     "model_report",
     "moe_experts",

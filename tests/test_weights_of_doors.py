@@ -517,3 +517,36 @@ def test_compiled(device, kind):
             if kind != "function":
                 with pytest.raises(Exception, match="got changed weights although"):
                     compiled(*x)
+
+
+class Routed(nn.Module):
+    """A door between given ids and probabilities, as a module that fully_shard gathers weights for."""
+
+    def __init__(self, door):
+        super().__init__()
+        self.experts = door
+
+    def forward(self, *arguments):
+        return forward(self.experts, *arguments)
+
+
+@pytest.mark.parametrize(("door", "weights"), [("transformers", 2), ("torchtitan", 3)], indirect=["door"])
+def test_codes_that_fully_shard_gathers(door, weights, tmp_path):
+    """Output and gradients equal those of gathered masters; torchtitan's w1 and w3 are gathered apart."""
+    if next(door.parameters()).is_cuda:
+        pytest.skip("gloo")
+    from torch.distributed.fsdp import fully_shard
+
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, results, x = dist.device_mesh.init_device_mesh("cpu", (1,)), [], inputs(door)
+        for model in (Routed(copy.deepcopy(door)), fp8moe.torch.gather_fp8(Routed(door))):
+            fully_shard(model, mesh=mesh)
+            y = model(*x)
+            y.float().square().sum().backward()
+            results.append([y, *(p.grad.full_tensor() for p in model.parameters())])
+        assert all(map(torch.equal, *results))
+        assert fp8moe.torch.model_report(model).count("FP8 codes") == weights
+    finally:
+        dist.destroy_process_group()

@@ -1,27 +1,150 @@
-"""For PyTorch's ``fully_shard``: shard each parameter along a dimension that needs no padding.
+"""For PyTorch's ``fully_shard``: shard each parameter along a dimension that needs no padding, and gather
+experts' weights as FP8 codes.
 
 FSDP shards a parameter along one dimension, by default the first, and pads that to a multiple of the number
 of ranks. Grouped expert weights [E, N, K] have a small first dimension: 8 experts on 64 ranks are padded to
 64. Along any other dimension ``fully_shard`` requires even shards.
 
-    fully_shard(layer, mesh=mesh, shard_placement_fn=shard_placement(mesh))
+    fully_shard(gather_fp8(layer), mesh=mesh, shard_placement_fn=shard_placement(mesh))
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from fp8moe.adapters import needs
 
 with needs("torch"):
-    from torch import nn
+    import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fp8moe.activation import halves_of
+from fp8moe.adapters.torch.gathered import Padding, SentAsFP8, send_as_fp8
+from fp8moe.adapters.torch.operands import round_up_to_block
+from fp8moe.adapters.torch.sharding import local_of
+from fp8moe.adapters.torch.weights import FP8Weights, state_of
 from fp8moe.runtime import checks
 
-__all__ = ["padded_elements", "shard_placement"]
+__all__ = ["gather_fp8", "padded_elements", "shard_placement"]
+
+_log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def gather_fp8(model: Model) -> Model:
+    """Let ``fully_shard`` gather experts' weights as FP8 codes and scales, before it is called.
+
+    Every gather, in forward and backward, quantises this rank's shard and sends one byte a weight in place of
+    2 or 4. The forward multiplies the gathered codes, which are those of gathered masters bit for bit, as are
+    losses and gradients: the shard is rounded to the ``param_dtype`` of a ``mp_policy`` first, as masters
+    are. Optimizers, gradients, checkpoints and weights before and after are the masters, as without it.
+
+    It holds for `FP8FlowMoE`, transformers' experts with this library's implementation and torchtitan's
+    experts with this library's layers, in an FP8 recipe, whose weights are stored as the GEMMs read them (not
+    transposed or interleaved, as gpt-oss's). Shards need to be of whole experts, or, for an expert width that
+    is a multiple of 128, multiples of 128 rows or columns. Masters are gathered of others: a log line and the
+    layer's ``extra_repr`` say so.
+
+    Parameters
+    ----------
+    model : Module
+        A layer, or a module that contains experts, with the parameters that ``fully_shard`` will be given:
+        it replaces them, as ``fully_shard`` does, so make optimizers after both.
+
+    Returns
+    -------
+    Module
+        The model.
+
+    Raises
+    ------
+    TypeError
+        For a model that is no module, or weights that are sharded already.
+    ValueError
+        For a model without experts whose weights can be gathered so.
+
+    Notes
+    -----
+    The layer runs between ``fully_shard``'s gathers only: weights that no ``fully_shard`` shards are refused
+    by the forward. Other readers of gathered weights raise an error that names the weight. Within
+    `weights_unchanged`, gathered codes serve as long as ``fully_shard`` keeps them, and no copies are made.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.torch import FP8FlowMoE, gather_fp8
+    >>> layer = gather_fp8(FP8FlowMoE(hidden=256, ffn=128, num_experts=4, topk=2))
+    >>> layer.state_dict()["w13"].shape
+    torch.Size([4, 256, 256])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a layer of experts")
+    owners = {id(p): (m, n) for m in model.modules() for n, p in m.named_parameters(recurse=False)}
+    found = 0
+    for module in model.modules():
+        weights = state_of(module)
+        if weights is None or not _suits(weights, owners):
+            continue
+        found += 1
+        for w, padding in _paddings(weights):
+            send_as_fp8(*owners[id(w)], padding)
+    if not found:
+        raise ValueError(
+            f"model: got {type(model).__name__}, without experts in an FP8 recipe whose weights are stored "
+            "as the GEMMs read them; wanted one with them; leave out gather_fp8"
+        )
+    return model
+
+
+def _suits(weights: FP8Weights, owners: Mapping[int, Any]) -> bool:
+    """Whether the GEMMs read codes of a module's weights as these are stored."""
+    module, holder, masters = weights.module, weights.holder, weights.masters()
+    for name, w in masters.items():
+        if not holder.is_whole(module, name, w):
+            raise TypeError(
+                f"{name}: got a weight that is sharded already, {type(w).__name__}; wanted the whole weights "
+                "of this rank's experts; call gather_fp8 before fully_shard"
+            )
+    with torch.no_grad():
+        first, second = holder.operands(module, [*masters.values()])
+    operands = *(first if isinstance(first, tuple) else (first,)), second
+    suits = len(operands) == len(masters) and all(
+        id(w) in owners and w.is_contiguous() and _is_view_of(w, operand)
+        for w, operand in zip(masters.values(), operands, strict=True)
+    )
+    if not suits:
+        _log.warning(
+            "gather_fp8: fully_shard gathers the masters of %s: %s are not stored as the GEMMs read them",
+            type(module).__name__,
+            " and ".join(masters),
+        )
+    return suits
+
+
+def _is_view_of(w: Tensor, operand: Tensor) -> bool:
+    w = local_of(w)
+    if isinstance(w, SentAsFP8):
+        return isinstance(operand, SentAsFP8) and operand.shape == w.shape
+    same = operand.untyped_storage()._cdata == w.untyped_storage()._cdata  # also of the meta device
+    return same and (operand.shape, operand.stride()) == (w.shape, w.stride())
+
+
+def _paddings(weights: FP8Weights) -> Iterator[tuple[Tensor, Padding]]:
+    """A module's weights, and how `quantize_fp8_weights` pads their codes."""
+    masters = weights.masters()
+    *first, second = masters
+    halves = halves_of(weights.holder.activation(weights.module).kind)
+    ffn = masters[second].shape[2]
+    width = round_up_to_block(ffn)
+    for name in first:
+        padding = Padding(name) if width == ffn else Padding(name, halves // len(first), rows=width)
+        yield masters[name], padding
+    yield masters[second], Padding(second) if width == ffn else Padding(second, columns=width)
 
 
 def shard_placement(ranks: int | DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from fp8moe import Quantized
 from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.gathered import is_gathered, quantized_of
 from fp8moe.adapters.torch.library import spec_of
 from fp8moe.adapters.torch.operation import check_float
 from fp8moe.layer.moe import experts_of
@@ -146,12 +147,16 @@ def _quantized(
 ) -> tuple[Quantized, Quantized]:
     """FP8 codes of w13, or of the pair (w1, w3), and of w2, padded with zeros to a multiple of 128 of F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
-    if isinstance(w13, tuple):
+    if is_gathered(w13):
+        w13 = quantized_of(w13)
+    elif isinstance(w13, tuple):
         w13 = torch_ops.quantize_weights(w13, out=out13, rows=round_up_to_block(w13[0].shape[1]))
     elif isinstance(w13, Tensor):
         rows = round_up_to_block(w13.shape[1] // halves)
         w13 = torch_ops.quantize_weights(w13, out=out13, parts=halves, rows=rows)
-    if not isinstance(w2, Quantized):
+    if is_gathered(w2):
+        w2 = quantized_of(w2)
+    elif not isinstance(w2, Quantized):
         w2 = torch_ops.quantize_weights(w2, out=out2, columns=round_up_to_block(w2.shape[2]))
     return w13, w2
 

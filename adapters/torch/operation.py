@@ -295,6 +295,11 @@ def check_tensor(name: str, x: Any, *, may_be_sharded: bool = False) -> None:
         return  # Dynamo itself refuses sparse tensors, and in a backward any look at a layout
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: got layout {x.layout}; wanted a strided tensor; pass {name}.to_dense()")
+    if type(x) not in _PLAIN and hasattr(x, "fsdp_pre_all_gather"):  # of gather_fp8: without memory
+        raise TypeError(
+            f"{name}: got a {type(x).__name__}, a weight for fully_shard to shard and to gather; wanted the "
+            "gathered one; call fully_shard on the layer or a module around it, or leave out gather_fp8"
+        )
     if type(x) in _PLAIN and not x.is_meta and not torch.compiler.is_compiling():
         try:
             check_memory(name, x)  # before torch converts or copies it

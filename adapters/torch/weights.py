@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8moe import Quantized
 from fp8moe.activation import Activation
+from fp8moe.adapters.torch.gathered import gathers_of, is_gathered
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.operation import refuse_partitioned
 from fp8moe.adapters.torch.sharding import engine_of, is_whole
@@ -180,6 +181,11 @@ class FP8Weights:
                     f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
                     "forward only; use weights_unchanged() around the forwards"
                 )
+            if is_gathered(w):
+                raise TypeError(
+                    f"{name}: got FP8 codes that fully_shard has gathered, which forwards read as they are; "
+                    "wanted the whole weights; leave out quantize_weights()"
+                )
         self.keep(requested=True)
 
     @torch.compiler.disable  # as `keep`
@@ -190,7 +196,9 @@ class FP8Weights:
         masters, first = self.masters(), not self.declared
         if optimizers is not None:
             _check_steps(optimizers, masters)
-        whole = all(self.holder.is_whole(self.module, name, w) for name, w in masters.items())
+        whole = all(
+            self.holder.is_whole(self.module, name, w) and not is_gathered(w) for name, w in masters.items()
+        )
         if first:
             self.release()
         end = weakref.ref(cast(Opening, opening()), partial(self.declared.pop, number))
@@ -288,6 +296,8 @@ def codes_of(
         copies = weights.copies
         first = copies is None or not copies.current or copies.changed() is not None
     w13, w2 = own
+    if is_gathered(w13) or is_gathered(w2):  # each gather brings the current codes
+        return _quantized(own, activation)
     parts = w13 if isinstance(w13, tuple) else (w13,)
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, *parts, w2))
     return weights.of_forward(own, activation, recording, first)
@@ -439,14 +449,14 @@ class _Unchanged(Scope):
     def enter(self, opening: weakref.ref[Opening]) -> None:
         number = next(_numbers)
         for module in self.model.modules():
-            if (weights := _state_of(module)) is not None:
+            if (weights := state_of(module)) is not None:
                 weights.declare(opening, number, self.optimizers)
         parameters = {id(p): p for p in self.model.parameters()}
         end = weakref.ref(cast(Opening, opening()), partial(_models.pop, number))
         _models[number] = _Model(opening, end, parameters, self.optimizers)
 
 
-def _state_of(module: nn.Module) -> FP8Weights | None:
+def state_of(module: nn.Module) -> FP8Weights | None:
     """The state of a module whose forwards read FP8 copies of its weights, None of others."""
     if "_fp8_weights" not in vars(module):  # not getattr: wrappers hand on attributes
         holder = next(filter(None, (find(module) for find in holders_of_others)), None)
@@ -473,7 +483,8 @@ def model_report(model: nn.Module) -> str:
     -------
     str
         A line per module of experts: its name and class, recipe, whether FP8 copies of the weights are made
-        in each forward or shared and until when, and the bytes of the copies that are held.
+        in each forward or shared and until when, and the bytes of the copies that are held, or what
+        ``fully_shard`` gathers (`gather_fp8`).
 
     Examples
     --------
@@ -489,7 +500,7 @@ def model_report(model: nn.Module) -> str:
         raise TypeError(f"model: got {type(model).__name__}; wanted a Module")
     lines = []
     for name, module in model.named_modules():
-        _state_of(module)  # makes those of other libraries' modules
+        state_of(module)  # makes those of other libraries' modules
         if isinstance(vars(module).get("_fp8_weights"), FP8Weights):
             recipe = weights_of(module).holder.recipe(module).name
             lines.append(f"{name or '(model)'}: {type(module).__name__}, {recipe}, {in_words(module)}")
@@ -501,6 +512,10 @@ def in_words(module: Any) -> str:
     weights = weights_of(module)
     if not weights.holder.recipe(module).quantizes:
         return "no FP8 copies"
+    gathers = gathers_of(module)
+    gathered = f"fully_shard gathers {'; '.join(map(str, gathers))}" if gathers else ""
+    if gathers and not any(padding.masters_because for padding in gathers):
+        return gathered
     copies = weights.copies
     nbytes = 0 if copies is None else copies.nbytes
     how = "made in each forward"
@@ -511,7 +526,7 @@ def in_words(module: Any) -> str:
         how = "shared in weights_unchanged()" + (" until the optimizer's step" if renewed else "")
     elif copies is not None and copies.current:
         how = "of quantize_weights()" if copies.requested else "shared by micro-batches"
-    return f"FP8 copies {how}, {nbytes} bytes held"
+    return f"{gathered}{gathered and ', '}FP8 copies {how}, {nbytes} bytes held"
 
 
 def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> None:
@@ -575,6 +590,8 @@ def copies_of_function(
     """The copies that an eager call of a function reads, where an open context or ``first``, its
     ``is_first_microbatch``, says how long its weights are unchanged; None: it makes its own."""
     if first is None and not _models and not _of_functions:
+        return None
+    if is_gathered(w13) or is_gathered(w2):  # as in `codes_of`
         return None
     parts = w13 if isinstance(w13, tuple) else (w13,)
     weights = dict(zip(("w13",) if len(parts) == 1 else ("w1", "w3"), parts, strict=True)) | {"w2": w2}
