@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8moe
 import fp8moe.torch
 from fp8moe.adapters.torch import accumulation, grouped
+from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.torch import FP8FlowMoE, set_fuse_wgrad_accumulation
 
@@ -91,6 +92,16 @@ def test_weights_padded_to_multiples_of_128(device):
         check_added(w, lambda w=w: backward(w, data), fused)
 
 
+def test_experts_with_biases(device):
+    """The weights' gradients are added in the GEMMs, the biases' by autograd."""
+    w, data = weights(), routed()
+    biases = {
+        name: torch.randn(E, n).to(BF16).requires_grad_() for name, n in (("bias13", 2 * F), ("bias2", H))
+    }
+    check_added(w, lambda: backward(w, data, **biases))
+    assert all(b.grad.any() for b in biases.values())
+
+
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_float32_weights_get_the_same_bits(recipe, device):
     w, data = weights(torch.float32), routed(torch.float32)
@@ -161,6 +172,14 @@ def test_bfloat16_experts_of_this_librarys_gemms_add_in_them(recompute, device, 
         bound = 2.0**-8 * (fused.abs() + apart.abs() + gradient)
         assert ((fused - apart).abs() <= bound).all()
         assert not torch.equal(fused, apart)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_rows_of_other_ranks(chunks, group):
+    """A sum over chunks, which is in float32, is rounded once."""
+    w, data = weights(), routed()
+    comm = ProcessGroup(overlap_chunks=chunks)
+    check_added(w, lambda: backward(w, data, comm=comm), chunks == 1)
 
 
 def test_zeros_are_added_to_in_the_first_micro_batch():

@@ -221,15 +221,14 @@ def _requested_gradients(ctx: Any) -> list[str]:
 
 def _accumulators(ctx: Any, source: Saved | SavedForWeights) -> list[Tensor | None]:
     """The ``grad`` of each weight that the running backward may add its gradient to."""
-    of_weights = [
-        n for name, (n, _) in zip(ctx.names, ctx.next_functions, strict=False) if name in OF_WEIGHTS
-    ]
-    nodes = iter(of_weights)
+    if source.later:  # each chunk would round the sum
+        return [None] * 3
+    following = zip(ctx.names, ctx.next_functions, strict=False)
+    nodes = iter([node for name, (node, _) in following if name in OF_WEIGHTS])
     grads = accumulators_of(ctx, [None if dtype is None else next(nodes) for dtype in ctx.dtypes[0]])
     if computes_halves(ctx.options) and not ctx.options.w13_is_pair:
         grads[0] = None  # both halves are computed first
-    # chunks would round a bfloat16 sum several times
-    return [None if g is not None and source.later and g.dtype == torch.bfloat16 else g for g in grads]
+    return grads
 
 
 def _backward(

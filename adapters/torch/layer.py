@@ -196,7 +196,8 @@ class FP8FlowMoE(nn.Module):
     If a parameter has a tensor ``main_grad`` (its shape, any floating-point dtype; Megatron's convention),
     the matrix product adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains
     None. A ``main_grad`` of the shards of `fully_shard` is not used: the forward reads other parameters,
-    without the attribute.
+    without the attribute. Without a ``main_grad`` the product adds to an existing ``grad``, as
+    `set_fuse_wgrad_accumulation` says.
 
     ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` returns the
     quantisation losses and expert loads of the last forward and backward.

@@ -446,7 +446,8 @@ _product = operation(
     prepare=_product_of_codes,
     gradient=Gradient(("x", "w"), lambda values: ("x", "w", "expert_offsets"), _product_gradient),
     flops=_product_flops,
-    note="FP8 operands have no gradient; ``moe_experts`` computes it with separately quantised codes.",
+    note="FP8 operands have no gradient; ``moe_experts`` computes it with separately quantised codes. The "
+    "gradient of w is added to an existing ``grad``, as `set_fuse_wgrad_accumulation` says.",
 )
 
 
