@@ -217,7 +217,8 @@ def _check_model(model: nn.Module, name: str) -> None:
     modules = list(model.modules())
     if experts := [m for m in modules if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]:
         for m in experts:  # these are set by the interface
-            if all(hook.hook is not refuse_codes for hook in m._load_state_dict_pre_hooks.values()):
+            hooks = m._load_state_dict_pre_hooks.values()
+            if refuse_codes not in [getattr(hook, "hook", None) for hook in hooks]:
                 m.register_load_state_dict_pre_hook(refuse_codes)
         return
     if names := sorted({type(m).__name__ for m in modules if _NAMES_OF_EXPERTS.search(type(m).__name__)}):

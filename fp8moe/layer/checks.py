@@ -120,8 +120,8 @@ def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
                     f"True); pass fp8moe.quantize_weights({name})"
                 )
             setattr(a, name, w.rowwise)
-        elif getattr(w, "dtype", None) not in (wanted := recipe.weight_dtypes or (a.x.dtype,)):
-            checks.dtype(name, w, wanted, _as_weights(name, w, wanted[-1].name, quantized))
+        elif getattr(w, "dtype", None) not in (dtypes := recipe.weight_dtypes or (a.x.dtype,)):
+            checks.dtype(name, w, dtypes, _as_weights(name, w, dtypes[-1].name, quantized))
     rows = "2F" if activation.gated else "F"
     checks.shape("w13", a.w13, ("E", rows, hidden), _stored_transposed(a.w13, 1, hidden, quantized))
     experts, width, _ = a.w13.shape
