@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import zlib
@@ -101,6 +102,16 @@ def test_the_site_links_to_the_repository_that_pyproject_names(tmp_path):
 
 
 # ---------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("name", ["train_moe_torch", "expert_parallel_torch"])
+def test_help_of_an_example_does_not_train(name, monkeypatch, capsys):
+    multiprocessing = pytest.importorskip("torch.multiprocessing")
+    monkeypatch.setattr(multiprocessing, "spawn", lambda *_, **__: pytest.fail("trains"))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
