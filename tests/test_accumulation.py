@@ -11,6 +11,7 @@ from grad_sums import check_added, float32_gradients, local, some_grads, sums
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fp8moe
 import fp8moe.torch
@@ -244,6 +245,14 @@ def test_two_backwards_of_one_graph():
         for _ in range(2):
             wanted = sums(wanted, gradient)[0]
         assert torch.equal(t.grad, wanted)
+
+
+def test_dispatch_modes_change_no_bits():
+    w, data = weights(), routed()
+    accumulation._no_entries.cache_clear()  # made in a mode, whose tensors it must not keep
+    with FlopCounterMode(display=False):
+        check_added(w, lambda: backward(w, data))
+    check_added(w, lambda: backward(w, data))
 
 
 def test_deterministic_algorithms(device):
@@ -539,8 +548,9 @@ def test_distributed_data_parallel(options, group):
         assert all(torch.equal(t.grad, total) for t, total in zip(w, wanted, strict=True))
 
 
+@pytest.mark.parametrize("needs_dx", [False, True])  # fully_shard reduces after it, or after the backward
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_fully_shard_that_reduces_in_the_last_micro_batch(reduce_dtype, group):
+def test_fully_shard_that_reduces_in_the_last_micro_batch(reduce_dtype, needs_dx, group):
     """The unsharded gradients are added in the GEMM, unless fully_shard converts them to another dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -553,7 +563,7 @@ def test_fully_shard_that_reduces_in_the_last_micro_batch(reduce_dtype, group):
     fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for number, (x, _, _, dy) in enumerate(batches):
         layer.set_requires_gradient_sync(number == 2)
-        layer(x).backward(dy.to(BF16))
+        layer(x.requires_grad_(needs_dx)).backward(dy.to(BF16))
     for t, first, *rest in zip((layer.w13, layer.w2), *exact, strict=True):
         wanted = first.to(BF16)
         for gradient in rest:
