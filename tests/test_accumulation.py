@@ -247,6 +247,21 @@ def test_two_backwards_of_one_graph():
         assert torch.equal(t.grad, wanted)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_float32_grad_of_narrow_weights_gets_the_float32_sum(dtype):
+    """By ``grad_dtype``; autograd's sum would have the gradient rounded to the weight's dtype."""
+    w, data = weights(dtype), routed()
+    exact = float32_gradients(w, lambda: backward(w, data))
+    for t in w:
+        t.grad_dtype = torch.float32
+        t.grad = torch.randn(t.shape)
+    old = [t.grad.clone() for t in w]
+    backward(w, data)
+    for t, before, gradient in zip(w, old, exact, strict=True):
+        assert torch.equal(t.grad, before + gradient)
+        assert not torch.equal(t.grad, before + gradient.to(dtype).float())
+
+
 def test_dispatch_modes_change_no_bits():
     w, data = weights(), routed()
     accumulation._no_entries.cache_clear()  # made in a mode, whose tensors it must not keep

@@ -32,8 +32,13 @@ __all__ = ["set_fuse_wgrad_accumulation"]
 
 _enabled = True
 
-#: dtypes that the fastest kernels add to
-_DTYPES = torch.bfloat16, torch.float32
+#: dtypes of grad and weight for which the fastest kernels add; they differ by the weight's ``grad_dtype``
+_DTYPES = {
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+}
 #: bytes to which the fastest kernels require an accumulator to be aligned
 _ALIGNMENT = 16
 
@@ -62,12 +67,14 @@ def set_fuse_wgrad_accumulation(enabled: bool) -> None:
     -----
     Only a backward that accumulates in leaf tensors adds in the GEMM (not `torch.autograd.grad`), in eager
     mode, where the GEMM's result is the gradient of the weight itself, not of a cast, padded, transposed or
-    concatenated copy, and where the weight has a ``grad`` of its own shape, device and dtype, bfloat16 or
-    float32, contiguous and aligned to 16 bytes. The gradient stays separate if it can be observed: by a hook
-    on the weight (`Tensor.register_hook`, ``register_post_accumulate_grad_hook``) or on its node in
-    autograd's graph, with ``create_graph=True`` and in anomaly mode. A ``main_grad`` takes precedence. The
-    recipe "bf16" adds where its GEMMs are this library's: on Hopper, for other dtypes than bfloat16, or for a
-    ``backend`` or ``num_sms``.
+    concatenated copy, and where the weight has a ``grad`` of its own shape and device, in bfloat16 or float32
+    (of a bfloat16 or float16 weight by its ``grad_dtype``), contiguous and aligned to 16 bytes. The gradient
+    stays separate if it can be observed: by a hook on the weight (`Tensor.register_hook`,
+    ``register_post_accumulate_grad_hook``) or on its node in autograd's graph, with ``create_graph=True`` and
+    in anomaly mode. It does also in compiled autograd, with ``overlap_chunks``, whose sum is rounded once,
+    and where layers of one backward are on several CUDA streams, in all but the first. A ``main_grad`` takes
+    precedence. The recipe "bf16" adds where its GEMMs are this library's: on Hopper, for other dtypes than
+    bfloat16, or for a ``backend`` or ``num_sms``.
 
     After a backward that raised, the ``grad`` of any weight may or may not contain its gradient, as always
     with autograd: set them to None or zeros. Threads that run backwards of the same weights at the same time
@@ -174,8 +181,7 @@ def _grad_after(node: Any) -> Tensor | None:
 
 def _is_accumulator(grad: Tensor, w: Tensor) -> bool:
     return (
-        grad.dtype in _DTYPES
-        and grad.dtype == w.dtype
+        (grad.dtype, w.dtype) in _DTYPES
         and grad.shape == w.shape
         and grad.device == w.device
         and grad.layout is torch.strided
