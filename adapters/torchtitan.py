@@ -22,7 +22,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,7 +39,7 @@ with needs("torchtitan"):
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
-from fp8moe.adapters.torch.operands import gates_before_ups
+from fp8moe.adapters.torch.operands import gates_before_ups, gradient_of_gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words, weights_unchanged
@@ -155,8 +155,10 @@ class FP8RoutedExperts(RoutedExperts):
                 "weights for calls of the module that it was given"
             )
         options = self._options.arguments | {"comm": self._comm}
-        own, biases = _operands_of(tensors), [t for n, t in tensors.items() if "bias" in n]
-        options["fp8_weights"] = codes_of(self, own, (x, topk_scores, *biases[:1]))
+        biases = [t for n, t in tensors.items() if "bias" in n]
+        masters = [t for n, t in tensors.items() if "bias" not in n]
+        codes = options["fp8_weights"] = codes_of(self, masters, (x, topk_scores, *biases[:1]))
+        own = _operands_of(masters, gates_before_ups if codes is None else gradient_of_gates_before_ups)
         if type(experts) is not GptOssGroupedExperts:
             return moe_experts(x, *own, topk_expert_ids, topk_scores, **options)
         bias13, bias2 = biases
@@ -206,11 +208,10 @@ class FP8RoutedExperts(RoutedExperts):
         self._comm = None if mesh is None else ProcessGroup(mesh.get_group())
 
 
-def _operands_of(tensors: dict[str, Tensor]) -> tuple[Any, Tensor]:
-    """w13, or w1 and w3, and w2 of experts' parameters, without their biases."""
-    if "w1_EFD" in tensors:
-        return (tensors["w1_EFD"], tensors["w3_EFD"]), tensors["w2_EDF"]
-    return gates_before_ups(tensors["mlp1_weight_EGD"]), tensors["mlp2_weight_EDF"]
+def _operands_of(masters: Sequence[Tensor], reorder: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor]:
+    """w13, or w1 and w3, and w2 of experts' parameters without biases, in the order of `PARAMETERS`."""
+    *first, w2 = masters
+    return (tuple(first), w2) if len(first) == 2 else (reorder(first[0]), w2)
 
 
 def _shares_within_steps() -> None:
@@ -252,8 +253,7 @@ class _OfRoutedExperts(Holder):
 
     @staticmethod
     def operands(module: FP8RoutedExperts, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
-        names = _OfRoutedExperts.masters(module)
-        return _operands_of({n: local_of(w) for n, w in zip(names, masters, strict=True)})
+        return _operands_of([*map(local_of, masters)], gates_before_ups)
 
 
 # torchtitan looks up the shardings of arguments by their names, which its versions change: x_BLD, x_TD

@@ -23,7 +23,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Unpack, get_args
 
@@ -52,7 +52,7 @@ from fp8moe import Activation
 from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
-from fp8moe.adapters.torch.operands import gates_before_ups
+from fp8moe.adapters.torch.operands import gates_before_ups, gradient_of_gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, weights_unchanged
 from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions, options_of
@@ -254,18 +254,29 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
             f"{first}: got {number} experts; wanted {experts.num_experts}, the module's num_experts; set "
             "that where experts are removed, and remove them from the router as well"
         )
-    w13, w2 = _OfExperts.operands(experts, [*masters.values()])
-    bias13, bias2 = None, None
+    bias13, bias2, codes = None, None, None
     if experts.has_bias:
         bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
         bias13 = gates_before_ups(bias13) if _is_interleaved(experts) else bias13
     if comm is None and getattr(experts, "_is_expert_parallel", False):
         # transformers' own expert parallelism names the experts of other ranks num_experts
-        ids = torch.where(ids == len(w13), -1, ids)
+        ids = torch.where(ids == number, -1, ids)
     if hasattr(experts, "_fp8_weights"):
         rows = (x, probs) if bias13 is None else (x, probs, bias13)
-        options["fp8_weights"] = codes_of(experts, (w13, w2), rows)
+        codes = options["fp8_weights"] = codes_of(experts, [*masters.values()], rows)
+    reorder = gates_before_ups if codes is None else gradient_of_gates_before_ups
+    w13, w2 = _as_operands(experts, [*masters.values()], reorder)
     return moe_experts(x, w13, w2, ids, probs, **options, bias13=bias13, bias2=bias2, comm=comm)
+
+
+def _as_operands(
+    experts: Any, masters: Sequence[Tensor], reorder: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """w13 [E, 2F, H] and w2 [E, H, F] of an experts module's weights."""
+    w13, w2 = masters
+    if experts.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    return reorder(w13) if _is_interleaved(experts) else w13, w2
 
 
 def _is_interleaved(experts: Any) -> bool:
@@ -290,10 +301,7 @@ class _OfExperts(Holder):
 
     @staticmethod
     def operands(module: Any, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        w13, w2 = masters
-        if module.is_transposed:
-            w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-        return gates_before_ups(w13) if _is_interleaved(module) else w13, w2
+        return _as_operands(module, masters, gates_before_ups)
 
     @classmethod
     def shares(cls, module: Any) -> bool:

@@ -79,6 +79,25 @@ def of_transformers(device, interleaved=False):
     return filled(Qwen3MoeExperts(config), device)
 
 
+def of_gpt_oss(device):
+    """Gates and ups alternate, the weights are stored transposed, and there are biases."""
+    pytest.importorskip("transformers", minversion="5.23")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    import fp8moe.transformers
+
+    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared")
+    config = types.SimpleNamespace(
+        num_local_experts=E,
+        hidden_size=H,
+        intermediate_size=F,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        _experts_implementation="fp8moe_shared",
+    )
+    return filled(GptOssExperts(config), device)
+
+
 def of_torchtitan(device):
     pytest.importorskip("torchtitan")
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -122,6 +141,7 @@ DOORS = {
     "function of a pair with biases": lambda device: filled(OfFunction(pair=True), device),
     "function of permuted rows": lambda device: filled(OfFunction(permuted=True), device),
     "transformers": of_transformers,
+    "gpt-oss in transformers": of_gpt_oss,
     "torchtitan": of_torchtitan,
     "megatron": of_megatron,
 }
@@ -154,6 +174,17 @@ def forward(door, x, ids, probs, **options):
 def fresh(door, x, ids, probs):
     """Of other tensors of the same values, which nobody has declared unchanged."""
     w = {n.split(".")[-1]: p.detach().clone() for n, p in door.named_parameters()}
+    if "gate_up_proj_bias" in w:
+        w13, bias13 = (
+            t.transpose(1, 2) if t.ndim == 3 else t for t in (w["gate_up_proj"], w["gate_up_proj_bias"])
+        )
+        w13, bias13 = (torch.cat((t[:, ::2], t[:, 1::2]), dim=1) for t in (w13, bias13))
+        options = {
+            "bias13": bias13,
+            "bias2": w["down_proj_bias"],
+            "activation": fp8moe.Activation("swiglu", 7.0, 1.702, 1.0),
+        }
+        return moe_experts(x, w13, w["down_proj"].transpose(1, 2), ids, probs, **options)
     w2 = next(v for n, v in w.items() if n in ("w2", "down_proj", "w2_EDF", "weight2"))
     first = [w[n] for n in ("w13", "gate_up_proj", "weight1", "w1", "w1_EFD", "w3", "w3_EFD") if n in w]
     w13 = first[0] if len(first) == 1 else tuple(first)

@@ -600,7 +600,7 @@ class FP8FlowMoE(nn.Module):
         """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`."""
         options, ranks = self._options, self._ranks
         own = _OfLayer.operands(self, weights)
-        codes, collector, ffn = codes_of(self, own, (x, probs), first), None, None
+        codes, collector, ffn = codes_of(self, weights, (x, probs), first), None, None
         if codes is not None:
             if self._collect_stats and torch.compiler.is_compiling():
                 raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")

@@ -272,6 +272,32 @@ def _padded(x: Tensor, axis: int, parts: int, missing: int) -> Tensor:
     return pad(x.unflatten(axis, (parts, -1)), zeros[2 * (axis + 1 == x.dim()) :]).flatten(axis, axis + 1)
 
 
+class _WithoutValues(torch.autograd.Function):
+    """`gates_before_ups` of a weight whose codes are multiplied: of the result only the gradient is used, and
+    its values are NaN. In gpt-oss it would copy two thirds of the weights in every forward."""
+
+    @staticmethod
+    def forward(ctx: Any, interleaved: Tensor) -> Tensor:
+        key = interleaved.dtype, interleaved.device
+        if key not in _NAN:
+            _NAN[key] = torch.full((), float("nan"), dtype=key[0], device=key[1])
+        return _NAN[key].expand(interleaved.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+_NAN: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def gradient_of_gates_before_ups(interleaved: Tensor) -> Tensor:
+    """`gates_before_ups` where only the gradient of the result is used, as of weights with FP8 codes."""
+    if torch.compiler.is_compiling():  # which leaves out what nobody reads
+        return gates_before_ups(interleaved)
+    return _WithoutValues.apply(interleaved)  # type: ignore[no-any-return]
+
+
 def gates_before_ups(interleaved: Tensor) -> Tensor:
     """[E, 2F, ...] with all gates before all ups, for pairs (gate, up). Without torch.cat, which bfloat16
     autocast rejects for float16 weights and vice versa."""

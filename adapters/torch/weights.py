@@ -124,19 +124,17 @@ class FP8Weights:
 
     # ---- the copies that a forward reads
 
-    def of_forward(
-        self, own: tuple[Any, Tensor], activation: Activation, recording: bool, first: bool | None
-    ) -> list[Quantized]:
-        """In eager mode. own: this rank's experts, of the weights that the forward has read. recording:
-        whether a backward follows. first: the forward's ``is_first_microbatch``."""
-        copies, capturing = self.copies, is_capturing(own[1])
+    def of_forward(self, masters: Sequence[Tensor], recording: bool, first: bool | None) -> list[Quantized]:
+        """In eager mode. masters: the weights that the forward has read. recording: whether a backward
+        follows. first: the forward's ``is_first_microbatch``."""
+        copies, capturing = self.copies, is_capturing(masters[-1])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self.declared:
             requested = copies if copies is not None and copies.requested else None
             if recording or requested is None or not usable or requested.recorded or requested.changed():
                 if recording or requested is not None:  # micro-batches may go on with theirs
                     self.release()
-                return _quantized(own, activation)
+                return self._quantized(masters)
         elif first or not usable:
             if first is False:
                 raise RuntimeError(
@@ -152,9 +150,7 @@ class FP8Weights:
         copies.recorded |= recording
         return copies.records
 
-    def of_compiled_forward(
-        self, own: tuple[Any, Tensor], activation: Activation, first: bool | None
-    ) -> list[Quantized]:
+    def of_compiled_forward(self, masters: Sequence[Tensor], first: bool | None) -> list[Quantized]:
         """As `of_forward`, in compiled code, which cannot keep new copies."""
         if first is not None:
             raise ValueError(
@@ -168,7 +164,8 @@ class FP8Weights:
                 return copies.records
         elif copies is not None:
             self.release()
-        return list(quantize_fp8_weights(*own, activation=activation))
+        own = self.holder.operands(self.module, masters)
+        return list(quantize_fp8_weights(*own, activation=self.holder.activation(self.module)))
 
     # ---- making and dropping them
 
@@ -210,7 +207,7 @@ class FP8Weights:
     def keep(self, requested: bool = False) -> Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any.
         requested: by `quantize`."""
-        module, masters, again = self.module, self.masters(), self.masters()
+        masters, again = self.masters(), self.masters()
         for name, w in masters.items():
             if is_freed(w):
                 raise TypeError(
@@ -224,9 +221,9 @@ class FP8Weights:
                     "it cannot be known to be unchanged; wanted the context "
                     "torch.nn.utils.parametrize.cached() around this one"
                 )
-        own = self.holder.operands(module, [*masters.values()])
         old, target = self.copies, None
-        if old is not None and old.captured and old.records[0].rowwise.data.device == own[1].device:
+        device = _kept_tensor_of(next(iter(masters.values()))).device
+        if old is not None and old.captured and old.records[0].rowwise.data.device == device:
             target = old.records
         if target is None:
             old = None
@@ -236,7 +233,7 @@ class FP8Weights:
             # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
         _with_copies[id(self)] = self
-        codes = _quantized(own, self.holder.activation(module), target)
+        codes = self._quantized([*masters.values()], target)
         new = Copies(self, codes, requested, captured=target is not None)
         for declared in self.declared.values():
             if not new.captured:
@@ -244,6 +241,13 @@ class FP8Weights:
                 return new
         self.kept = new
         return new
+
+    def _quantized(self, masters: Sequence[Tensor], target: list[Quantized] | None = None) -> list[Quantized]:
+        module, out = self.module, None if target is None else (target[0], target[1])
+        # not inference tensors, because a backward could not use them
+        with torch.inference_mode(False), torch.no_grad():
+            own = self.holder.operands(module, masters)
+            return list(quantize_fp8_weights(*own, activation=self.holder.activation(module), out=out))
 
     def release(self) -> None:
         """Drops the kept copies, or only invalidates them if a captured graph reads them."""
@@ -279,35 +283,25 @@ def weights_of(module: Any) -> FP8Weights:
 
 
 def codes_of(
-    module: Any, own: tuple[Any, Tensor], rows: tuple[Tensor, ...], first: bool | None = None
+    module: Any, masters: Sequence[Tensor], rows: tuple[Tensor, ...], first: bool | None = None
 ) -> Any:
     """The FP8 codes that a forward of a module with a state multiplies; None for a recipe without.
 
-    own: the operands of the weights that the forward has read. rows: x, probabilities and a bias of the
+    masters: the weights that the forward has read. rows: x, probabilities and a bias of the
     first GEMM. first: the forward's ``is_first_microbatch``."""
     weights = weights_of(module)
     holder, renewed = weights.holder, weights.holder.renewed
     if not holder.recipe(module).quantizes:
         return None
-    activation = holder.activation(module)
     if torch.compiler.is_compiling():
-        return weights.of_compiled_forward(own, activation, None if renewed else first)
+        return weights.of_compiled_forward(masters, None if renewed else first)
     if renewed and first is False:
         copies = weights.copies
         first = copies is None or not copies.current or copies.changed() is not None
-    w13, w2 = own
-    if is_gathered(w13) or is_gathered(w2):  # each gather brings the current codes
-        return _quantized(own, activation)
-    parts = w13 if isinstance(w13, tuple) else (w13,)
-    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, *parts, w2))
-    return weights.of_forward(own, activation, recording, first)
-
-
-def _quantized(own: Any, activation: Activation, target: list[Quantized] | None = None) -> list[Quantized]:
-    # not inference tensors, because a backward could not use them
-    with torch.inference_mode(False), torch.no_grad():
-        out = None if target is None else (target[0], target[1])
-        return list(quantize_fp8_weights(*own, activation=activation, out=out))
+    if any(map(is_gathered, masters)):  # each gather brings the current codes
+        return weights._quantized(masters)
+    recording = torch.is_grad_enabled() and any(t.requires_grad for t in (*rows, *masters))
+    return weights.of_forward(masters, recording, first)
 
 
 class Copies:
@@ -619,7 +613,7 @@ def copies_of_function(
             state.declare(model.opening, number, model.optimizers)
     if first is None and not state.declared and state.copies is None:
         return None
-    first_codes, second = state.of_forward((w13, w2), activation, recording, first)
+    first_codes, second = state.of_forward([*weights.values()], recording, first)
     return first_codes, second
 
 
