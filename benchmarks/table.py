@@ -502,7 +502,34 @@ def _beside(rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _sweep(rows: Rows) -> str:
+    """Experts of several models by micro-batch: times, and the speed-up over this library's bf16 of the same
+    run."""
+    rows = newest(rows)
+    names = list(dict.fromkeys((r["micro_batches"], r["name"]) for r in rows))
+    ms = {(r["model"], r["tokens"], r["micro_batches"], r["name"]): r["ms"] for r in rows}
+    lines = [_origin(rows[0])]
+    for number in dict.fromkeys(n for n, _ in names):
+        columns = [name for n, name in names if n == number]
+        lines += [
+            "",
+            f"{number} to a step, milliseconds a micro-batch (speed-up over bf16):",
+            "",
+            "| experts | tokens | " + " | ".join(columns) + " |",
+            "|---|---:|" + "---:|" * len(columns),
+        ]
+        for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in rows):
+            base = ms[model, tokens, number, "bf16"]
+            cells = []
+            for name in columns:
+                time = ms[model, tokens, number, name]
+                cells.append(f"{time:.2f}" + ("" if name == "bf16" else f" ({base / time:.2f}x)"))
+            lines.append(f"| {model} | {tokens} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 _TABLES = {
+    "sweep": _sweep,
     "layer": _layers,
     "layer_kernels": _layer_kernels,
     "exchange": _exchange,
