@@ -25,6 +25,8 @@ from fp8moe.runtime.record_trees import is_metadata
 
 
 def check_gradients(gradients: Any) -> None:
+    if type(gradients) is tuple and gradients == GRADIENTS:
+        return
     if isinstance(gradients, str) or not isinstance(gradients, Collection) or hasattr(gradients, "dtype"):
         raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
     for name in gradients:
@@ -234,13 +236,15 @@ def _check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
         raise TypeError(f"{name}.options: got {type(record.options).__name__}; wanted the forward's")
     if not isinstance(record.plan, (PermutationPlan, PlacedRows)):
         raise TypeError(f"{name}.plan: got {type(record.plan).__name__}; wanted the forward's")
+    in_fp8 = _IN_FP8 if record.options.precision.quantizes else ()
     for field in arrays:
         value = getattr(record, field)
         if value is None:
             continue
-        if is_metadata(value) or isinstance(value, (list, tuple)):
+        quantised = isinstance(value, QuantTensor)
+        if not quantised and (is_metadata(value) or isinstance(value, (list, tuple))):
             raise TypeError(f"{name}.{field}: got {type(value).__name__}; wanted the forward's array")
-        if isinstance(value, QuantTensor) != (record.options.precision.quantizes and field in _IN_FP8):
+        if quantised != (field in in_fp8):
             raise TypeError(
                 f"{name}.{field}: got a {type(value).__name__}; wanted what {record.options.recipe!r} saves"
             )
@@ -269,13 +273,14 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     chunks = with_names("saved", saved)
     for name, chunk in chunks:
         _check_fields(name, chunk, ("probs", "x", "h", "a", "bias13"))
+    quantizes = saved.options.precision.quantizes
     for field in ("w13", "w2"):
         weight = getattr(saved, field)
         if weight is None:
             continue
         quantised = isinstance(weight, (Quantized, QuantTensor))
-        wanted = saved.options.precision.quantizes
-        if is_metadata(weight) or isinstance(weight, (list, tuple)) or quantised != wanted:
+        no_array = not quantised and (is_metadata(weight) or isinstance(weight, (list, tuple)))
+        if no_array or quantised != quantizes:
             raise TypeError(f"saved.{field}: got {type(weight).__name__}; wanted the forward's weights")
     if type(saved.overwritten) is not tuple or len(saved.overwritten) != 2:
         raise TypeError(f"saved.overwritten: got {type(saved.overwritten).__name__}; wanted the forward's")
@@ -607,6 +612,8 @@ def check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
         raise ValueError(
             f"dw13: got a tuple of {len(dw13)}; wanted an array, or a tuple of two, of w1 and w3"
         )
+    if dw13 is None and dw2 is None:
+        return
     for name, given in (("dw13", dw13), ("dw2", dw2)):
         if any(part is not None for part in parts_of(given)) and name not in gradients:
             raise ValueError(f"{name}: got an array to add to, but gradients has no {name!r}; wanted both")

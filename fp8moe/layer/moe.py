@@ -294,11 +294,8 @@ def _forward_over_ranks(
 
 def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
     """How often the codes of weights given in quantised form have been overwritten."""
-    first, second = (
-        times_overwritten(w, name) if isinstance(w, Quantized) else None
-        for name, w in (("w13", w13), ("w2", w2))
-    )
-    return first, second
+    first = times_overwritten(w13, "w13") if isinstance(w13, Quantized) else None
+    return first, times_overwritten(w2, "w2") if isinstance(w2, Quantized) else None
 
 
 def _recorded(saved: Saved, overwritten: tuple[int | None, int | None]) -> Saved:

@@ -330,6 +330,12 @@ class Kernel:
         self.ptr = ctypes.cast(function, ctypes.c_void_p).value
         function.restype = ctypes.c_char_p
 
+    def __setattr__(self, name, value):
+        if name == "parameters":  # the driver reads as many as the kernel has, whatever it is given
+            words = ["f4x" if kind is ctypes.c_float else "q" for kind in self.kinds if kind is not TensorMap]
+            assert value.format == "".join(words), f"{self.name}: parameters {value.format}"
+        super().__setattr__(name, value)
+
     def __call__(self, *arguments):
         seed = next_seed()
         if reason := self.function(seed, *arguments):
