@@ -124,9 +124,9 @@ __device__ __forceinline__ void floats(const Eight<FROM>& v, float* x) {
 }
 
 template <int TO>
-__device__ __forceinline__ void store_eight(void* p, i64 eighth, const float* x) {
-  uint4* out = (uint4*)p + eighth * (TO == F32 ? 2 : 1);
-  u32 w[8];
+__device__ __forceinline__ Eight<TO> eight(const float* x) {  // rounded to nearest even
+  Eight<TO> v;
+  u32* const w = (u32*)&v;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (TO == F32)
@@ -135,8 +135,19 @@ __device__ __forceinline__ void store_eight(void* p, i64 eighth, const float* x)
       w[i / 2] =
           TO == BF16 ? to_bf16x2(x[i], x[i + 1]) : float_to_f16(x[i]) | (u32)float_to_f16(x[i + 1]) << 16;
   }
-  __stcs(out, make_uint4(w[0], w[1], w[2], w[3]));
-  if (TO == F32) __stcs(out + 1, make_uint4(w[4], w[5], w[6], w[7]));
+  return v;
+}
+
+template <int TO>
+__device__ __forceinline__ void store_eight(void* p, i64 eighth, const Eight<TO>& v) {
+  uint4* out = (uint4*)p + eighth * (TO == F32 ? 2 : 1);
+  __stcs(out, v.words[0]);
+  if (TO == F32) __stcs(out + 1, v.words[TO == F32]);
+}
+
+template <int TO>
+__device__ __forceinline__ void store_eight(void* p, i64 eighth, const float* x) {
+  store_eight<TO>(p, eighth, eight<TO>(x));
 }
 
 __device__ __forceinline__ u32 largest_of(const float* x) {

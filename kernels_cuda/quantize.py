@@ -22,7 +22,7 @@ from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # blocks with fast paths
 TILE, TILE_THREADS = 128, 512  # must match tile_order.cuh
-WEIGHT_THREADS = 256  # must match quantize.cu
+WEIGHT_THREADS = 256  # must match weight_block.cuh
 RESIDENT = 2  # resident thread blocks of the tile kernels per SM
 # Tiles per thread block above which dynamic scheduling is worth one more launch: 79.8 instead of 83.2 us for
 # 32,768 x 2048 row-wise and column-wise (15.5 tiles per block). For the transpose of 12,544 x 5120 (10 per

@@ -94,6 +94,7 @@ def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
         time.sleep(0.01)
     usual = {
         "expert_parallel": ("KIND=BF16", "FMT=0", "MX=0", "PEERS=8"),
+        "adamw": ("KIND=BF16", "STATE=BF16", "WHOLE=1"),
         "bias": (),
         "layout": (),
         "permute": (),

@@ -44,7 +44,7 @@ def test_launcher_constants_match_kernel_constants():
     assert of_16_bits["PART_BYTES"] == 32 * wgmma["WIDE_PITCH"]
     assert of_16_bits["STAGES"] == grouped_gemm_wgmma16.stages("grouped_gemm", 8)
     assert (tile["TILE"], 32 * tile["CHUNKS"]) == (quantize.TILE, quantize.TILE_THREADS)
-    assert constants("quantize.cu")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
+    assert constants("weight_block.cuh")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
     of_bias = constants("bias.cu")
     assert (of_bias["SLICE_LANES"], of_bias["SLICE_THREADS"]) == (bias.SLICE_LANES, bias.SLICE_THREADS)
     at_once = of_bias["SLICE_THREADS"] // of_bias["SLICE_LANES"] * of_bias["TOKENS_IN_FLIGHT"]

@@ -32,7 +32,8 @@ from fp8moe.runtime.interop.base import NOWHERE, place_of
 from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
 
 DESCRIPTIONS = frozenset(("fmt", "block", "layout", "transposed"))  # arguments and fields that hold no arrays
-WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
+#: arguments that an operation writes to
+WRITTEN = ("out", "dw13", "dw2", "param", "exp_avg", "exp_avg_sq")
 
 
 class NotRecordable(Exception):

@@ -41,6 +41,12 @@ _UNGATED = (
     *((f"BARE={bare}", "GATED=0") for bare in (1, 0)),
 )
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
+    "adamw": [
+        (f"KIND={kind}", f"STATE={state}", f"WHOLE={whole}")
+        for whole in (1, 0)
+        for kind in ("BF16", "F32")
+        for state in ("BF16", "F32")
+    ],
     "expert_parallel": [(*c, f"PEERS={n}") for c in _CONVERSIONS if "MX=0" in c for n in (8, 1)],
     "grouped_gemm_mma": [
         *((f"KIND={kind}", f"TRANSPOSED={t}") for kind in ("BF16", "F16") for t in (0, 1)),

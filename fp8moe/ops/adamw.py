@@ -1,0 +1,112 @@
+"""AdamW, in the pass that makes the FP8 codes of the weights that it has updated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe.formats import BFLOAT16
+from fp8moe.ops.quantize import quantize_spec
+from fp8moe.records import ArrayLike, ArraySpec
+from fp8moe.runtime import checks
+from fp8moe.runtime.dispatch import enter, operation
+
+DTYPES = BFLOAT16, checks.FLOAT32
+
+
+@operation
+def adamw(
+    param: ArrayLike,
+    grad: ArrayLike,
+    exp_avg: ArrayLike,
+    exp_avg_sq: ArrayLike,
+    step: ArrayLike,
+    settings: ArrayLike,
+    *,
+    parts: int = 1,
+    rows: int | None = None,
+    columns: int | None = None,
+    first: int = 0,
+    of: int | None = None,
+    maximize: bool = False,
+    out: Any = None,
+) -> Any:
+    """One step of AdamW in place, as torch.optim.AdamW's, and `fp8moe.quantize_weights` of what it makes.
+
+    In float32: param -= lr weight_decay param; exp_avg and exp_avg_sq, averages of the gradient and of its
+    square, are updated; param -= lr / (1 - beta1^step) exp_avg / (sqrt(exp_avg_sq / (1 - beta2^step)) + eps).
+    Each of the three is rounded once to its dtype. The codes are those of the rounded param, bit for bit.
+
+    Parameters
+    ----------
+    param : ArrayLike, bfloat16 or float32, [E, N, K]
+        The weights. Written to, as are both averages.
+    grad : ArrayLike of param's dtype, [E, N, K]
+    exp_avg, exp_avg_sq : ArrayLike, bfloat16 or float32, both of one dtype, [E, N, K]
+    step : ArrayLike, float32, [1]
+        The number of this step, from 1 on.
+    settings : ArrayLike, float64, [5]
+        lr, beta1, beta2, eps and weight_decay, in the arrays' memory, so that a schedule of them makes no new
+        recording of the call.
+    parts, rows, columns
+        Of param, as `fp8moe.quantize_weights` takes them.
+    first, of : int
+        param has the parts from ``first`` on of the ``of`` parts of the codes' rows: (w1, w3) are two calls.
+        None: all.
+    maximize : bool
+        Step along the gradient, not against it.
+    out : Quantized or None
+        Codes to write to and return: what an earlier call returned; None: new memory.
+
+    Returns
+    -------
+    Quantized
+        Codes of param, [E, of * rows, columns]; parts that are not in param are not written.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype or shape, and for memory that overlaps.
+    """
+    call = enter(
+        param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=step, settings=settings, out=out
+    )
+    a = call.args
+    checks.arrays(("param", a.param, DTYPES, ("E", "N", "K")))
+    shape = tuple(a.param.shape)
+    checks.arrays(
+        ("grad", a.grad, (a.param.dtype,), shape),
+        ("exp_avg", a.exp_avg, DTYPES, shape),
+        ("exp_avg_sq", a.exp_avg_sq, (a.exp_avg.dtype,), shape),
+        ("step", a.step, (checks.FLOAT32,), (1,)),
+        ("settings", a.settings, (np.dtype(np.float64),), (5,)),
+    )
+    maximize = checks.flag("maximize", maximize)
+    parts = checks.integer("parts", parts, 1)
+    of = parts if of is None else checks.integer("of", of, parts)
+    first = checks.integer("first", first, 0, of - parts)
+    if shape[1] % parts:
+        raise ValueError(f"param: got {shape[1]} rows; wanted a multiple of parts = {parts}")
+    rows = shape[1] // parts if rows is None else checks.integer("rows", rows, shape[1] // parts)
+    columns = shape[2] if columns is None else checks.integer("columns", columns, shape[2])
+    if of > 1 and rows % 128:
+        raise ValueError(
+            f"rows: got {rows} of each of {of} parts; wanted a multiple of 128, a block; "
+            f"pass rows={rows + -rows % 128}, which fills up with zeros"
+        )
+    whole = ArraySpec((shape[0], of * rows, columns), a.param.dtype)
+    spec = quantize_spec(whole, "e4m3", (128, 128), "compact", columnwise=True)
+    given = {"grad": a.grad, "step": a.step, "settings": a.settings}
+    checks.writable("param", (a.param, a.exp_avg, a.exp_avg_sq), **given)
+    if a.out is None:
+        codes = call.empty(spec)
+    else:
+        checks.like("out", codes := a.out, spec)
+        checks.writable("out", codes, param=a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq, **given)
+        call.count_overwrite(codes.columnwise.data)
+    call.count_overwrite(a.param)
+    arrays = a.param, a.grad, a.exp_avg, a.exp_avg_sq, a.step, a.settings
+    options = {"parts": parts, "first": first, "of": of, "maximize": maximize}
+    call.run("adamw", "adamw", *arrays, out=codes, **options)
+    return call.leave(codes)

@@ -1,0 +1,184 @@
+"""AdamW that writes FP8 codes: the kernel against the formula in float64, its codes against those of
+quantize_weights; fp8moe.torch.AdamW against torch.optim.AdamW."""
+
+import numpy as np
+import pytest
+from backends import over
+from cases import BF16, assert_same, generator, poisoned
+
+import fp8moe
+from fp8moe.ops.adamw import adamw
+from fp8moe.runtime.record_trees import map_arrays
+
+RNG = generator()
+F32 = np.dtype(np.float32)
+UNIT = {BF16: 2.0**-8, F32: 2.0**-24}
+#: dtypes of weights and averages; (experts, rows, columns, parts, rows of a part, columns of the codes)
+CASES = [
+    (BF16, BF16, (2, 128, 128, 1, 128, 128)),
+    (F32, F32, (1, 256, 128, 2, 128, 128)),
+    (BF16, F32, (2, 2 * 24, 144, 2, 128, 144)),
+    (F32, BF16, (1, 77, 150, 1, 77, 256)),
+]
+LARGE = [(BF16, BF16, (8, 1536, 2048, 2, 768, 2048)), (F32, F32, (4, 2 * 2880, 2880, 2, 2944, 2880))]
+
+
+def problem(kind, state, sizes):
+    """param, gradient, averages as after a few steps, step, settings, in fresh memory."""
+    shape = sizes[:3]
+    grad = RNG.standard_normal(shape)
+    average = RNG.standard_normal(shape)
+    return [
+        (RNG.standard_normal(shape) / 16).astype(kind),
+        (grad / 64).astype(kind),
+        (average / 64).astype(state),
+        ((average**2 + RNG.random(shape)) / 4096).astype(state),
+        RNG.integers(1, 2000, 1).astype(np.float32),
+        np.array([10 ** RNG.uniform(-4, -2), RNG.uniform(0.8, 0.95), RNG.uniform(0.9, 0.9995), 1e-8, 0.1]),
+    ]
+
+
+def options_of(sizes):
+    return {"parts": sizes[3], "rows": sizes[4], "columns": sizes[5]}
+
+
+def own(given):
+    """Copies for the reference, whose arguments are those of the test; other backends have theirs."""
+    return [a.copy() if isinstance(a, np.ndarray) else a for a in given]
+
+
+def run(backend, arguments, **options):
+    """(param, both averages, codes) of each backend: the arguments are updated in place."""
+
+    def stepped(*given, **options):
+        given = own(given)
+        codes = adamw(*given, **options)
+        return given[0], *given[2:4], codes
+
+    results = backend.both(stepped, *arguments, **options)
+    return results if results[0] is not results[1] else results[:1]
+
+
+def formula(param, grad, average, square, step, settings, maximize=False):
+    """(value, bound) of param and both averages in float64. The kernel's factors are rounded from float64;
+    each of its operations in float32 is rounded once."""
+    kind, state = param.dtype, average.dtype
+    param, grad, average, square = (a.astype(np.float64) for a in (param, grad, average, square))
+    lr, beta1, beta2, eps, weight_decay = settings
+    grad = -grad if maximize else grad
+    unit = UNIT[F32]
+    m = beta1 * average + (1 - beta1) * grad
+    # each factor, each product and the sum are rounded: three units of the terms' magnitudes
+    m_bound = 3 * unit * (beta1 * np.abs(average) + (1 - beta1) * np.abs(grad)) + 2.0**-148
+    v = beta2 * square + (1 - beta2) * grad**2
+    v_bound = 4 * unit * v + 2.0**-148  # both terms are positive; the square is one product more
+    size, root = lr / (1 - beta1**step), np.sqrt(1 - beta2**step)
+    denominator = np.sqrt(v) / root + eps
+    # the root halves v's relative error and adds its own, then: factor, product, eps, sum
+    relative = (2 + 1 + 4) * unit
+    change = size * m / denominator
+    # size, product and quotient
+    change_bound = np.abs(size / denominator) * m_bound * (1 + relative) + (relative + 3 * unit) * np.abs(
+        change
+    )
+    decayed = (1 - lr * weight_decay) * param
+    new = decayed - change
+    # decay's factor and product, of a small number, and the two differences
+    bound = 2 * unit * lr * weight_decay * np.abs(param) + unit * np.abs(decayed) + change_bound
+    bound = (bound + unit * np.abs(new)) * (1 + 2.0**-20)
+
+    def rounded(value, bound, to):
+        return value, bound + UNIT[to] * (np.abs(value) + bound) * (to != F32) + 2.0**-133
+
+    return rounded(new, bound, kind), rounded(m, m_bound, state), rounded(v, v_bound, state)
+
+
+@over("kind, state, sizes", reference=CASES, on_cpu=CASES, on_gpu=CASES + LARGE)
+def test_a_step_against_float64(backend, kind, state, sizes):
+    arguments = problem(kind, state, sizes)
+    maximize = bool(RNG.integers(2))
+    wanted = formula(*arguments, maximize)
+    for *updated, codes in run(backend, arguments, maximize=maximize, **options_of(sizes)):
+        for new, (value, bound), dtype in zip(updated, wanted, (kind, state, state), strict=True):
+            assert new.dtype == dtype
+            assert (np.abs(new.astype(np.float64) - value) <= bound).all()
+        assert_same(codes, fp8moe.quantize_weights(updated[0], **options_of(sizes)))
+
+
+SPECIAL = [CASES[0], CASES[2]]
+
+
+@over("kind, state, sizes", reference=SPECIAL, on_cpu=SPECIAL, on_gpu=SPECIAL)
+def test_gradients_that_are_not_finite_and_weights_of_zero(backend, kind, state, sizes):
+    """A NaN stays in its element; a block of zeros with gradients of zero has the scale of an empty one."""
+    arguments = problem(kind, state, sizes)
+    param, grad, average, square, *_ = arguments
+    for a in (param, grad, average, square):
+        a[0, :, :128] = 0
+    grad[-1, 3, 125:128] = np.nan, np.inf, -np.inf
+    for *updated, codes in run(backend, arguments, **options_of(sizes)):
+        assert not updated[0][0, :, :128].any()
+        finite = [np.isfinite(a.astype(np.float32)) for a in updated]
+        for a in finite:
+            a[-1, 3, 125:128] = True
+            assert a.all()
+        assert np.isnan(updated[0][-1, 3, 125:128].astype(np.float32)).all()  # infinity / infinity
+        assert_same(codes, fp8moe.quantize_weights(updated[0], **options_of(sizes)))
+        assert codes.rowwise.scales[0, 0, 0] == 1
+
+
+PAIR = [(BF16, BF16, (2, 128, 128)), (BF16, F32, (1, 40, 72))]
+
+
+@over("kind, state, shape", reference=PAIR, on_cpu=PAIR, on_gpu=PAIR)
+def test_two_tensors_write_their_parts_of_one_record(backend, kind, state, shape):
+    """w1 and w3 in two calls: each leaves the other's part alone."""
+    pair = [problem(kind, state, shape) for _ in range(2)]
+    rows = shape[1] + -shape[1] % 128
+    empty = fp8moe.quantize_weights(np.zeros((shape[0], 2 * rows, shape[2]), np.float32))
+    empty = map_arrays(lambda a: poisoned(a.shape, a.dtype), empty)
+
+    def steps(*given):
+        *given, out = own(given)
+        first, second = given[:6], given[6:]
+        for number, arguments in ((1, second), (0, first)):
+            assert adamw(*arguments, rows=rows, first=number, of=2, out=out) is out
+        return first[0], second[0], out
+
+    _, (w1, w3, codes) = backend.both(steps, *pair[0], *pair[1], empty)
+    assert_same(codes, fp8moe.quantize_weights((w1, w3), rows=rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grad": lambda a: a.astype(np.float32)}, "grad: got dtype float32; wanted bfloat16"),
+        ({"exp_avg": lambda a: a.astype(np.float16)}, "exp_avg: got dtype float16"),
+        ({"exp_avg_sq": lambda a: a.astype(np.float32)}, "exp_avg_sq: got dtype float32; wanted bfloat16"),
+        ({"step": lambda a: a.astype(np.int64)}, "step: got dtype int64"),
+        ({"settings": lambda a: a[:4]}, r"settings: got shape \[4\]; wanted \[5\]"),
+        ({"param": lambda a: a[:, :64]}, r"grad: got shape"),
+        ({"parts": 3}, "param: got 128 rows; wanted a multiple of parts = 3"),
+        ({"parts": 2}, "rows: got 64 of each of 2 parts; wanted a multiple of 128"),
+        ({"of": 2, "first": 2}, "first: got 2; wanted an integer from 0 to 1"),
+        ({"out": "another"}, "out: got"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    names = "param", "grad", "exp_avg", "exp_avg_sq", "step", "settings"
+    given = dict(zip(names, problem(BF16, BF16, (1, 128, 128)), strict=True))
+    if change == {"out": "another"}:
+        change = {"out": fp8moe.quantize_weights(np.ones((1, 256, 128), np.float32))}
+    for name, value in change.items():
+        given[name] = np.ascontiguousarray(value(given[name])) if callable(value) else value
+    before = given["param"].copy()
+    with pytest.raises((TypeError, ValueError), match=message):
+        adamw(**given)
+    assert_same(given["param"], before)
+
+
+def test_averages_that_overlap_are_refused():
+    given = problem(F32, F32, (1, 128, 128))
+    given[3] = given[2]
+    with pytest.raises(ValueError, match="param: got memory that overlaps"):
+        adamw(*given)
