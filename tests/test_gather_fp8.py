@@ -404,5 +404,21 @@ def test_refusals(one_rank):
         layer(rows(0))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled(one_rank):
+    """Codes and scales are inputs of the compiled graph."""
+    results = []
+    for compiled in (False, True):
+        layer = fully_shard(gather_fp8(layer_of(router=False)), mesh=one_rank)
+        if compiled:
+            layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+        x, ids = rows(0).requires_grad_(), torch.arange(2 * T).view(T, 2) % 4
+        y = layer(x, ids, torch.full((T, 2), 0.5))
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad.full_tensor() for p in layer.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_on_two_ranks(tmp_path):
     torch.multiprocessing.spawn(two_ranks, (str(tmp_path), CHECKS), nprocs=2)
