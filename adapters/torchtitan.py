@@ -38,13 +38,16 @@ with needs("torchtitan"):
 
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
+from fp8moe.adapters.torch.fsdp import gather_fp8
 from fp8moe.adapters.torch.functional import moe_experts
+from fp8moe.adapters.torch.gathered import keep_masters
 from fp8moe.adapters.torch.operands import gates_before_ups, gradient_of_gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words, weights_unchanged
 from fp8moe.layer.options import LayerFields, LayerOptions
 from fp8moe.layer.recipes import Recipe
+from fp8moe.runtime import checks
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
@@ -67,8 +70,9 @@ class FP8RoutedExperts(RoutedExperts):
     Parameters
     ----------
     config : FP8RoutedExperts.Config
-        Fields of `RoutedExperts.Config`, and ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
-        `fp8moe.torch.moe_experts`.
+        Fields of `RoutedExperts.Config`; ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
+        `fp8moe.torch.moe_experts`; ``gather_fp8``, whether ``fully_shard`` gathers the weights as FP8 codes,
+        as by `fp8moe.torch.gather_fp8`.
 
     Raises
     ------
@@ -93,7 +97,8 @@ class FP8RoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config, LayerFields):
-        pass
+        gather_fp8: bool = False
+        """Whether ``fully_shard`` gathers the weights as FP8 codes, as by `fp8moe.torch.gather_fp8`."""
 
     def __init__(self, config: Config):
         _refuse_unsynchronised(config.token_dispatcher)  # an override may have replaced it
@@ -110,6 +115,9 @@ class FP8RoutedExperts(RoutedExperts):
         self._tensor_parallel_ranks = 1  # that have a part of the width, and whose outputs are added
         self._shapes = self._local_shapes()
         self._fp8_weights = FP8Weights(self, _OfRoutedExperts)
+        self._gathers_fp8 = checks.flag("gather_fp8", config.gather_fp8)
+        if self._gathers_fp8:
+            gather_fp8(self)
         _shares_within_steps()
 
     def _local_shapes(self) -> dict[str, torch.Size]:
@@ -194,6 +202,7 @@ class FP8RoutedExperts(RoutedExperts):
         """
         name = self._names[0]
         width = self._shapes[name][1]
+        keep_masters(self.inner_experts)  # which torchtitan distributes
         super().parallelize(parallel_dims)
         self._shapes = self._local_shapes()
         if self._shapes[name][1] != width:
@@ -206,6 +215,8 @@ class FP8RoutedExperts(RoutedExperts):
                 )
         mesh = parallel_dims.get_optional_mesh("ep")
         self._comm = None if mesh is None else ProcessGroup(mesh.get_group())
+        if self._gathers_fp8:
+            gather_fp8(self)
 
 
 def _operands_of(masters: Sequence[Tensor], reorder: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor]:
@@ -267,7 +278,7 @@ class FP8MoEConverter(QuantizationConverter):
     ----------
     config : FP8MoEConverter.Config
         ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
-        `fp8moe.torch.moe_experts`.
+        `fp8moe.torch.moe_experts`, and ``gather_fp8`` as in `FP8RoutedExperts`.
 
     Examples
     --------
@@ -280,7 +291,8 @@ class FP8MoEConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config, LayerFields):
-        pass
+        gather_fp8: bool = False
+        """Whether ``fully_shard`` gathers the experts' weights as FP8 codes."""
 
     def __init__(self, config: Config):
         _options_of(config)
@@ -327,6 +339,7 @@ class FP8MoEConverter(QuantizationConverter):
             new = FP8RoutedExperts.Config(
                 **{f.name: getattr(config, f.name) for f in fields(config)},
                 **{n: getattr(options, n) for n in OPTIONS},
+                gather_fp8=self.config.gather_fp8,
             )
             if parent is None:
                 model_config = new

@@ -33,7 +33,7 @@ from fp8moe.adapters.torch import layer as torch_moe
 from fp8moe.adapters.torch import sharding as torch_sharding
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
 from fp8moe.adapters.torch.distributed.symmetric_memory import SymmetricMemory
-from fp8moe.adapters.torch.fsdp import shard_placement
+from fp8moe.adapters.torch.fsdp import gather_fp8, shard_placement
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.expert_parallel import Capacity
@@ -749,10 +749,12 @@ def composed(comm):
         fully_shard(seeded(process_group=mesh["ep"].get_group()), mesh=mesh["dp"], shard_placement_fn=place)
     # 8 experts would need no padding, of which a rank has 4
     assert [shard_placement(8)(w).dim for w in (layer.w13, layer.w2)] == [1, 1]
-    fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=shard_placement(mesh["dp"]))
-    layer.set_gradient_divide_factor(WORLD)  # the ranks of "ep" are in the gradients already
-    # gloo has no sum with a factor; of one rank torch would divide twice
-    layer.set_force_sum_reduction_for_comms(DEVICE == "cpu" and mesh["dp"].size() > 1)
+    gathered = gather_fp8(seeded(process_group=mesh["ep"]))
+    for sharded in (layer, gathered):
+        fully_shard(sharded, mesh=mesh["dp"], shard_placement_fn=shard_placement(mesh["dp"]))
+        sharded.set_gradient_divide_factor(WORLD)  # the ranks of "ep" are in the gradients already
+        # gloo has no sum with a factor; of one rank torch would divide twice
+        sharded.set_force_sum_reduction_for_comms(DEVICE == "cpu" and mesh["dp"].size() > 1)
     x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
     starts = [sum(COUNTS[:r]) for r in range(WORLD + 1)]
     own = slice(*starts[RANK : RANK + 2])
@@ -760,7 +762,14 @@ def composed(comm):
         rows = slice(starts[copies], starts[copies + 2])
         alone(x[rows]).backward(dy[rows])
     for _ in range(2):  # two micro-batches
-        layer(x[own]).backward(dy[own] / 2)
+        y, of_codes = layer(x[own]), gathered(x[own])
+        assert torch.equal(y, of_codes)
+        y.backward(dy[own] / 2)
+        of_codes.backward(dy[own] / 2)
+    assert "w13: FP8 codes; w2: FP8 codes" in repr(gathered)
+    for p, q in zip(layer.parameters(), gathered.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+    assert all(type(w.to_local()) is torch.Tensor for w in gathered.state_dict().values())
     for (name, p), q in zip(layer.named_parameters(), alone.parameters(), strict=True):
         # the mean over all ranks for every parameter, as for one loss
         far = (whole(p.grad) * WORLD - q.grad).abs().max()

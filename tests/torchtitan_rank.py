@@ -94,6 +94,22 @@ for backend, recipe in (("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow"))
         true = true.chunk(WORLD)[RANK]  # this rank's experts
         assert local.shape == true.shape
         assert (local - true).norm() <= bound * true.norm(), (recipe, name)
+    if recipe == "fp8_flow":  # gathered as codes: a rank's experts, and without expert parallelism all
+        converter = FP8MoEConverter.Config(gather_fp8=True)
+        model = model_registry("debugmodel_moe", converters=[converter]).model
+        set_qwen3_sharding_config(model, enable_sp=False, enable_ep=True)
+        config = next(iter(model.traverse(MoE.Config)))[1]
+        for of_masters, mesh in (
+            (experts, dims.get_mesh("efsdp")),
+            (plain.routed_experts, init_device_mesh("cpu", (WORLD,))),
+        ):
+            gathered = config.build()
+            gathered.load_state_dict(plain.state_dict())
+            if of_masters is experts:
+                gathered.parallelize(dims)
+            fully_shard(gathered.routed_experts, mesh=mesh)
+            assert torch.equal(gathered.routed_experts(*arguments), of_masters(*arguments))
+            assert repr(gathered).count("FP8 codes") == 3
     # as weight averaging does
     assert torch.equal(copy.deepcopy(experts)(*arguments), experts(*arguments))
 

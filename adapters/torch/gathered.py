@@ -231,11 +231,25 @@ def send_as_fp8(module: nn.Module, name: str, padding: Padding) -> None:
     new = nn.Parameter(_sent(old.detach(), padding), requires_grad=old.requires_grad)
     vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
     setattr(module, name, new)
-    gathers = vars(module).setdefault("_fp8_gathers", {})
-    gathers[name] = padding
-    if len(gathers) == 1:
+    if (gathers := vars(module).get("_fp8_gathers")) is not None:
+        gathers[name] = padding
+    else:
+        module._fp8_gathers = {name: padding}  # type: ignore[assignment]
         module.register_state_dict_post_hook(_put_masters)
         module.register_load_state_dict_pre_hook(_send_assigned)
+
+
+def keep_masters(module: nn.Module) -> None:
+    """The parameters of a module before `send_as_fp8`, of the same memory."""
+    for name in vars(module).get("_fp8_gathers", ()):
+        old = getattr(module, name)
+        setattr(module, name, nn.Parameter(_masters_of(old.detach()), requires_grad=old.requires_grad))
+
+
+def _masters_of(w: Tensor) -> Tensor:
+    if isinstance(w, DTensor):
+        return DTensor(_masters_of(w._local_tensor), w._spec, requires_grad=False)
+    return w.masters if isinstance(w, SentAsFP8) else w
 
 
 def _sent(w: Tensor, padding: Padding) -> Tensor:
@@ -247,13 +261,8 @@ def _sent(w: Tensor, padding: Padding) -> Tensor:
 def _put_masters(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in module._fp8_gathers:  # type: ignore[union-attr]
         value = state.get(prefix + name)
-        if isinstance(value, nn.Parameter) or not isinstance(value, Tensor):  # as with keep_vars=True
-            continue
-        if isinstance(inner := local(value), SentAsFP8):
-            masters = inner.masters
-            if isinstance(value, DTensor):
-                masters = DTensor(masters, value._spec, requires_grad=False)
-            state[prefix + name] = masters
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):  # as with keep_vars=True
+            state[prefix + name] = _masters_of(value)
 
 
 def _send_assigned(
