@@ -72,10 +72,10 @@ class SentAsFP8(Tensor):
     def __init__(self, masters: Tensor, padding: Padding):
         self.masters, self.padding = masters, padding
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         padding: Any = None
@@ -186,10 +186,10 @@ class GatheredFP8(Tensor):
     def __init__(self, codes: Tensor, scales: Tensor, padding: Padding, size: torch.Size, dtype: torch.dtype):
         self.codes, self.scales, self.padding = codes, scales, padding
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         w, rest = args[0], args[1:]
@@ -282,7 +282,7 @@ def gathers_of(module: nn.Module) -> list[Padding]:
     return [padding for part in module.modules() for padding in vars(part).get("_fp8_gathers", {}).values()]
 
 
-def local(w: Tensor) -> Tensor:
+def local(w: Tensor) -> Any:
     """The tensor of this rank, without autograd."""
     return w._local_tensor if isinstance(w, DTensor) else w
 
