@@ -46,7 +46,6 @@ from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words, weights_unchanged
 from fp8moe.layer.options import LayerFields, LayerOptions
-from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
@@ -70,9 +69,9 @@ class FP8RoutedExperts(RoutedExperts):
     Parameters
     ----------
     config : FP8RoutedExperts.Config
-        Fields of `RoutedExperts.Config`; ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
-        `fp8moe.torch.moe_experts`; ``gather_fp8``, whether ``fully_shard`` gathers the weights as FP8 codes,
-        as by `fp8moe.torch.gather_fp8`.
+        Fields of `RoutedExperts.Config`; ``recipe``, ``recompute``, ``backend``, ``num_sms`` and
+        ``weight_copies`` as in `fp8moe.torch.moe_experts`; ``gather_fp8``, whether ``fully_shard`` gathers
+        the weights as FP8 codes, as by `fp8moe.torch.gather_fp8`.
 
     Raises
     ------
@@ -253,8 +252,8 @@ class _OfRoutedExperts(Holder):
         return bool(local_of(w).shape == module._shapes[name])
 
     @staticmethod
-    def recipe(module: FP8RoutedExperts) -> Recipe:
-        return module._options.precision
+    def options(module: FP8RoutedExperts) -> LayerOptions:
+        return module._options
 
     @staticmethod
     def activation(module: FP8RoutedExperts) -> Activation:
@@ -277,7 +276,7 @@ class FP8MoEConverter(QuantizationConverter):
     Parameters
     ----------
     config : FP8MoEConverter.Config
-        ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
+        ``recipe``, ``recompute``, ``backend``, ``num_sms`` and ``weight_copies`` as in
         `fp8moe.torch.moe_experts`, and ``gather_fp8`` as in `FP8RoutedExperts`.
 
     Examples

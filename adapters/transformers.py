@@ -56,7 +56,7 @@ from fp8moe.adapters.torch.operands import gates_before_ups, gradient_of_gates_b
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, weights_unchanged
 from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions, options_of
-from fp8moe.layer.recipes import Recipe, RecipeName
+from fp8moe.layer.recipes import RecipeName
 
 __all__ = ["FP8WeightsCallback", "activation_of", "enable"]
 
@@ -80,13 +80,14 @@ def enable(
         Name for ``experts_implementation``, and for ``DistributedConfig(ep_implementation=...)``, the expert
         parallelism, which sends rows in FP8. Use a different name for each recipe in a process; registering a
         name again replaces its implementation.
-    **options : recompute, backend, num_sms
+    **options : recompute, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`.
 
     Raises
     ------
     ValueError
-        For an invalid recipe, recompute, backend or num_sms, or a name of another implementation.
+        For an invalid recipe, recompute, backend, num_sms or weight_copies, or a name of another
+        implementation.
 
     Examples
     --------
@@ -292,8 +293,8 @@ class _OfExperts(Holder):
         return {first: getattr(module, first), "down_proj": module.down_proj}
 
     @staticmethod
-    def recipe(module: Any) -> Recipe:
-        return _options[_implementation_of(module)].precision
+    def options(module: Any) -> LayerOptions:
+        return _options[_implementation_of(module)]
 
     @staticmethod
     def activation(module: Any) -> Activation:

@@ -149,7 +149,7 @@ class QuantTensor(Record):
 
 @dataclass(frozen=True)
 class Quantized(Record):
-    """Both orientations of one tensor.
+    """Both orientations of one tensor, or one of them.
 
     Attributes
     ----------
@@ -157,11 +157,17 @@ class Quantized(Record):
         Stored row-major. None in saved weights whose backward does not need it
         (`fp8moe.layer.saved.Saved`).
     columnwise : QuantTensor
-        Stored transposed.
+        Stored transposed. None in weights of which the row-wise codes alone are kept: `transpose_codes`
+        derives it.
     """
 
     rowwise: QuantTensor
-    columnwise: QuantTensor
+    columnwise: QuantTensor = None  # type: ignore[assignment]  # readers of both need not ask
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape, of whichever orientation there is."""
+        return (self.columnwise if self.rowwise is None else self.rowwise).shape
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 // five thread blocks per SM spill 8 bytes on sm_86
 #define WEIGHT_BLOCKS (KIND == F32 ? 3 : __CUDA_ARCH__ == 860 ? 4 : 5)
 
-// (128, 128) blocks: codes and scales, and unless `transposed` is null those of the transposed matrices.
+// (128, 128) blocks: codes and scales, and those of the transposed matrices; either, with its scales, may be
+// null.
 // Arguments: x [matrices, rows, columns]; codes, at the first row and column of x within [matrices, out_rows,
 //   out_columns]; transposed likewise within [matrices, out_columns, out_rows]; scales within [matrices,
 //   out_rows / 128, out_columns / 128], transposed_scales within [matrices, out_columns / 128, out_rows /
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, WEIGHT_BLOCKS)
   const float factor = factor_of_block<KIND>(v, rule, &scale);
   if (t == 0) {
     const i64 out_across = out_columns / TILE, out_down = out_rows / TILE;
-    scales[(matrix * out_down + block_row) * out_across + block_column] = scale;
+    if (codes) scales[(matrix * out_down + block_row) * out_across + block_column] = scale;
     if (transposed) transposed_scales[(matrix * out_across + block_column) * out_down + block_row] = scale;
   }
   uint2 code[8];
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, WEIGHT_BLOCKS)
     float row[8];
     floats<KIND>(v[i], row);
     code[i] = encode_eight(row, factor, FMT);
-    __stcs((uint2*)to, code[i]);
+    if (codes) __stcs((uint2*)to, code[i]);
   }
   if (!transposed) return;
   stage_columns(stage, code);
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, WEIGHT_BLOCKS)
 // 647 us for both weights instead of 623.
 // Arguments: x [matrices, real_rows, real_columns] with strides x_matrix and x_row in elements, `aligned` if
 //   rows and groups of eight are 16-byte aligned; the part [matrices, part_rows, part_columns] starts at
-//   (first_row, first_column) of codes [matrices, rows, columns]. Outputs as above.
+//   (first_row, first_column) of codes [matrices, rows, columns]. Outputs as above, either may be null.
 // Requires: the part's start and size are multiples of 128.
 // Launch: one thread block of 256 per (128, 128) block, grid (blocks of a part, matrices).
 extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, PART_BLOCKS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BLOCKED_128X4, ceil_div, is_columnwise, is_mx
+from fp8moe.formats import BLOCKED_128X4, ceil_div, is_columnwise, is_mx, swapped
 from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.kernels_cuda.runtime.configuration import Configuration
 from fp8moe.kernels_cuda.runtime.encodings import FORMATS, KINDS, conversion, experts_of, with_experts
@@ -36,7 +36,7 @@ def quantize(
 ) -> None:
     if blocks_are_whole(x, out):
         rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out, None)
-        _quantize_weights(x, round_up, eps, rowwise, columnwise)
+        _quantize_weights(x, round_up, eps, x.shape[-2:], rowwise, columnwise)
         return
     shared = tile_bytes(x.dtype.itemsize, experts_of(expert_offsets))
     if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out, shared, expert_offsets):
@@ -132,7 +132,7 @@ def _quantize_then_convert(x: Any, round_up: bool, eps: float, out: QuantTensor,
 
 def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
     """Whether all blocks are complete (128, 128) blocks at 16-byte aligned addresses."""
-    sides = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out,)
+    sides = tuple(filter(None, (out.rowwise, out.columnwise))) if isinstance(out, Quantized) else (out,)
     return (
         sides[0].block == (128, 128)
         and x.shape[-1] % 128 == x.shape[-2] % 128 == 0
@@ -144,12 +144,17 @@ def _quantize_weights(
     x: Any,
     round_up: bool,
     eps: float,
-    rowwise: QuantTensor,
+    sizes: tuple[int, ...],
+    rowwise: QuantTensor | None,
     columnwise: QuantTensor | None,
     first: tuple[int, int] = (0, 0),
 ) -> None:
-    """first: row and column of the results at which x begins, multiples of 128."""
+    """sizes: rows and columns of the results. first: row and column of the results at which x begins,
+    multiples of 128."""
     *lead, rows, columns = x.shape
+    either = rowwise or columnwise
+    assert either is not None
+    straight = (None, None) if rowwise is None else _from(rowwise, *first)
     transposed = (None, None) if columnwise is None else _from(columnwise, *reversed(first))
     configuration = weights_configuration(int(np.prod(lead, dtype=np.int64)), rows, columns)
     launch(
@@ -160,12 +165,12 @@ def _quantize_weights(
         x,
         rows,
         columns,
-        *rowwise.data.shape[-2:],
+        *sizes,
         round_up,
         float(eps),
-        *_from(rowwise, *first),
+        *straight,
         *transposed,
-        defines=conversion(x, rowwise),
+        defines=conversion(x, either),
     )
 
 
@@ -179,7 +184,7 @@ def quantize_parts(
     parts: tuple[Any, ...], *, count: int, transposed: bool, round_up: bool, eps: float, out: Quantized
 ) -> None:
     rowwise, columnwise = (out.columnwise, out.rowwise) if transposed else (out.rowwise, out.columnwise)
-    matrices, rows, columns = rowwise.data.shape
+    matrices, rows, columns = swapped(out.shape) if transposed else out.shape
     along = 2 if transposed else 1  # the dimension divided into parts
     part = [rows, columns]
     part[along - 1] //= count
@@ -189,7 +194,7 @@ def quantize_parts(
         for i, x in enumerate(parts):
             before = i * x.shape[along]
             place = (before, 0) if along == 1 else (0, before)
-            _quantize_weights(x, round_up, eps, rowwise, columnwise, place)
+            _quantize_weights(x, round_up, eps, (rows, columns), rowwise, columnwise, place)
         return
     for i in range(count):
         x = parts[i // apart]
@@ -217,10 +222,8 @@ def quantize_parts(
             columns,
             round_up,
             float(eps),
-            rowwise.data,
-            rowwise.scales,
-            columnwise.data,
-            columnwise.scales,
+            *((None, None) if rowwise is None else (rowwise.data, rowwise.scales)),
+            *((None, None) if columnwise is None else (columnwise.data, columnwise.scales)),
             defines=conversion(x, out.rowwise),
         )
 

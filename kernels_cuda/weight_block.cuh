@@ -117,8 +117,8 @@ struct BlockPlace {
   int rows_left, columns_left;
 };
 
-// Writes codes and scales of a block, and those of the transposed matrices. stage: TILE * TILE bytes of
-// shared memory. Called by all threads.
+// Writes codes and scales of a block, and those of the transposed matrices; either may be null. stage: TILE *
+// TILE bytes of shared memory. Called by all threads.
 template <int FROM>
 __device__ __forceinline__ void write_block(const Eight<FROM> (&v)[8], const Rule& rule, const BlockPlace& at,
                                             u8* stage, u8* codes, float* scales, u8* transposed,
@@ -128,8 +128,8 @@ __device__ __forceinline__ void write_block(const Eight<FROM> (&v)[8], const Rul
   const float factor = factor_of_block<FROM>(v, rule, &scale);
   if (t == 0) {
     const i64 across = (at.columns + TILE - 1) / TILE, down = (at.rows + TILE - 1) / TILE;
-    scales[(at.matrix * down + at.row / TILE) * across + at.column / TILE] = scale;
-    transposed_scales[(at.matrix * across + at.column / TILE) * down + at.row / TILE] = scale;
+    if (codes) scales[(at.matrix * down + at.row / TILE) * across + at.column / TILE] = scale;
+    if (transposed) transposed_scales[(at.matrix * across + at.column / TILE) * down + at.row / TILE] = scale;
   }
   uint2 code[8];
 #pragma unroll
@@ -138,8 +138,9 @@ __device__ __forceinline__ void write_block(const Eight<FROM> (&v)[8], const Rul
     floats<FROM>(v[i], values);
     code[i] = encode_eight(values, factor, rule.fmt);
     u8* to = codes + (at.matrix * at.rows + at.row + row + i) * at.columns + at.column + column;
-    store_some<8>(to, code[i], row + i < at.rows_left ? at.columns_left - column : 0);
+    store_some<8>(to, code[i], codes && row + i < at.rows_left ? at.columns_left - column : 0);
   }
+  if (!transposed) return;
   stage_columns(stage, code);
 #pragma unroll
   for (u32 step = 0; step < 4; ++step) {

@@ -558,10 +558,11 @@ def test_inference_releases_temporaries_after_their_last_use(recipe, recompute):
         fp8moe.moe_backward(saved, y)
 
 
+@pytest.mark.parametrize("copies", ["both", "rowwise"])
 @pytest.mark.parametrize("experts", [8, 128])
-def test_fp8_step_releases_temporaries_after_their_last_use(experts):
+def test_fp8_step_releases_temporaries_after_their_last_use(experts, copies):
     def step(*layer):
-        y, saved = fp8moe.moe_forward(*layer, recipe="fp8_flow")
+        y, saved = fp8moe.moe_forward(*layer, recipe="fp8_flow", weight_copies=copies)
         return y, saved, fp8moe.moe_backward(saved, y)
 
     tokens, hidden, ffn, k = 4096, 7168, 2048, 8
@@ -574,9 +575,12 @@ def test_fp8_step_releases_temporaries_after_their_last_use(experts):
     x = tokens * hidden * (1 + 1 / 32)
     saved_and_dy = x + 2 * narrow + a_columns + y.nbytes + x
     new = columns + grads.dx.nbytes
+    # codes that dgrad multiplies by, one weight after the other
+    w2 = experts * hidden * ffn * (1 + 4 / 128**2) if copies == "rowwise" else 0
     limit = saved_and_dy + max(
+        narrow + w2,
         narrow + dh + columns,
-        dh + columns + wide,
+        dh + columns + wide + 2 * w2,
         new + wide,
         new + x_columns + grads.dw2.nbytes + grads.dw13.nbytes,
     )

@@ -1,6 +1,7 @@
 """Quantise compared with float64 arithmetic and ml_dtypes casts, block by block."""
 
 import importlib
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -612,12 +613,15 @@ def test_weights_in_parts_by_kernels(backend, dtype, transposed):
             if transposed:
                 arrays = [np.ascontiguousarray(np.swapaxes(a, 1, 2)) for a in arrays]
 
-            def call(*arrays, fmt=fmt, parts=parts, rows=rows, columns=columns):
+            def call(*arrays, fmt=fmt, parts=parts, rows=rows, columns=columns, columnwise=True):
                 x = arrays if len(arrays) > 1 else arrays[0]
                 keywords = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
-                return fp8moe.quantize_weights(x, fmt=fmt, **keywords)
+                return fp8moe.quantize_weights(x, fmt=fmt, columnwise=columnwise, **keywords)
 
-            assert_same(*backend.both(call, *arrays))
+            expected, actual = backend.both(call, *arrays)
+            assert_same(expected, actual)
+            _, one = backend.both(partial(call, columnwise=False), *arrays)
+            assert_same(expected.rowwise, one)
 
 
 @only_on_cpu

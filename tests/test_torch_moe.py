@@ -720,6 +720,7 @@ OTHERS = {
     "activation": (Activation(clamp=0.3), "swiglu", TypeError),
     "backend": ("plain", "cutlass", ValueError),
     "num_sms": (4, 3, ValueError),
+    "weight_copies": ("rowwise", "columnwise", ValueError),
     "topk": (1, 9, ValueError),
     "collect_stats": (True, 1, TypeError),
 }
@@ -778,7 +779,7 @@ def test_attributes_are_read_and_checked_or_fixed():
                 results = [backward(f, t) for f, t in zip((forward, other), given, strict=True)]
                 assert torch.equal(*results)
                 assert torch.equal(given[0].grad, given[1].grad)
-                assert torch.equal(results[0], y) == (name == "recompute")
+                assert torch.equal(results[0], y) == (name in ("recompute", "weight_copies"))
 
 
 def test_options_that_do_not_fit_a_layer_raise():

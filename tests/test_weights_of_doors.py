@@ -43,9 +43,9 @@ def biases(device):
 class OfFunction(nn.Module):
     """A user's module around a function."""
 
-    def __init__(self, pair=False, permuted=False):
+    def __init__(self, pair=False, permuted=False, **options):
         super().__init__()
-        self.pair, self.permuted = pair, permuted
+        self.pair, self.permuted, self.options = pair, permuted, options
         if pair:
             self.w1, self.w3 = (nn.Parameter(torch.empty(E, F, H)) for _ in range(2))
         else:
@@ -53,7 +53,7 @@ class OfFunction(nn.Module):
         self.w2 = nn.Parameter(torch.empty(E, H, F))
 
     def forward(self, x, ids, probs, **options):
-        w13 = (self.w1, self.w3) if self.pair else self.w13
+        w13, options = (self.w1, self.w3) if self.pair else self.w13, self.options | options
         if self.pair:
             options |= biases(x.device)
         if not self.permuted:
@@ -62,13 +62,13 @@ class OfFunction(nn.Module):
         return moe_experts_permuted(x, w13, self.w2, counts, probs[:, 0], **options)
 
 
-def of_transformers(device, interleaved=False):
+def of_transformers(device, interleaved=False, **options):
     pytest.importorskip("transformers", minversion="5.23")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     import fp8moe.transformers
 
-    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared")
+    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared", **options)
     config = types.SimpleNamespace(
         num_experts=E,
         hidden_size=H,
@@ -79,14 +79,14 @@ def of_transformers(device, interleaved=False):
     return filled(Qwen3MoeExperts(config), device)
 
 
-def of_gpt_oss(device):
+def of_gpt_oss(device, **options):
     """Gates and ups alternate, the weights are stored transposed, and there are biases."""
     pytest.importorskip("transformers", minversion="5.23")
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
     import fp8moe.transformers
 
-    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared")
+    fp8moe.transformers.enable("fp8_flow", name="fp8moe_shared", **options)
     config = types.SimpleNamespace(
         num_local_experts=E,
         hidden_size=H,
@@ -98,7 +98,7 @@ def of_gpt_oss(device):
     return filled(GptOssExperts(config), device)
 
 
-def of_torchtitan(device):
+def of_torchtitan(device, **options):
     pytest.importorskip("torchtitan")
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
@@ -109,10 +109,12 @@ def of_torchtitan(device):
         inner_experts=GroupedExperts.Config(dim=H, hidden_dim=F, num_experts=E),
         token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
     )
-    return filled(FP8MoEConverter.Config(recipe="fp8_flow").build().convert(config).build(), device)
+    return filled(
+        FP8MoEConverter.Config(recipe="fp8_flow", **options).build().convert(config).build(), device
+    )
 
 
-def of_megatron(device):
+def of_megatron(device, **options):
     pytest.importorskip("megatron.core")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -133,13 +135,17 @@ def of_megatron(device):
     )
     one = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = types.SimpleNamespace(ep=one, expt_tp=one, expt_dp=one, tp=one, tp_ep=one)
-    return filled(megatron.FP8FlowExperts(E, config, pg_collection=groups), device)
+    return filled(megatron.FP8FlowExperts(E, config, pg_collection=groups, **options), device)
 
 
 DOORS = {
-    "function": lambda device: filled(OfFunction(), device),
-    "function of a pair with biases": lambda device: filled(OfFunction(pair=True), device),
-    "function of permuted rows": lambda device: filled(OfFunction(permuted=True), device),
+    "function": lambda device, **options: filled(OfFunction(**options), device),
+    "function of a pair with biases": lambda device, **options: filled(
+        OfFunction(pair=True, **options), device
+    ),
+    "function of permuted rows": lambda device, **options: filled(
+        OfFunction(permuted=True, **options), device
+    ),
     "transformers": of_transformers,
     "gpt-oss in transformers": of_gpt_oss,
     "torchtitan": of_torchtitan,
@@ -581,3 +587,33 @@ def test_codes_that_fully_shard_gathers(door, weights, tmp_path):
         assert fp8moe.torch.model_report(model).count("FP8 codes") == weights
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_one_orientation_is_saved_where_one_is_kept(name, device):
+    """``weight_copies="rowwise"``: the same bits, and all that autograd saves of weights are the codes that
+    the forward reads."""
+    results, rows = [], None
+    for options in ({}, {"weight_copies": "rowwise"}):
+        door = DOORS[name](device, **options)
+        rows = inputs(door) if rows is None else rows
+        with weights_unchanged(door):
+            for _ in range(2):
+                x, *rest = (t.clone() for t in rows)
+                x.requires_grad_()
+                door.zero_grad()
+                codes = {}
+                hooks = (lambda t, codes=codes: codes.setdefault(t.data_ptr(), t)), (lambda t: t)
+                with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                    y = forward(door, x, *rest)
+                y.float().square().sum().backward()
+                results.append([y.detach(), x.grad, *(p.grad.clone() for p in door.parameters())])
+                codes = [t for t in codes.values() if t.ndim == 3]
+                wanted = {(E, 2 * F, H), (E, H, F)} if options else {(E, H, 2 * F), (E, F, H)}
+                assert {tuple(t.shape) for t in codes if t.dtype == torch.uint8} == wanted
+                assert sum(t.nbytes for t in codes) == E * 3 * F * H * (1 + 4 / 128**2)
+                assert ("row-wise" in fp8moe.torch.model_report(door)) == (
+                    bool(options) and "function" not in name
+                )
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))

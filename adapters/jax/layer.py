@@ -80,7 +80,7 @@ def moe_experts(
     num_out_tokens : int or None
         With ``axis_name``: rows of the device's own permutation plan (`fp8moe.plan_topk`); overflow is
         dropped. None: the static bound, sufficient for any routing.
-    **options : recipe, recompute, backend, num_sms
+    **options : recipe, recompute, backend, num_sms, weight_copies
         As in `fp8moe.moe_forward`, with its defaults. ``backend`` and ``num_sms`` are also those of the
         backward; "cublas" synchronises, and is slow inside ``jax.jit``. With ``axis_name`` and "fp8_flow",
         rows are sent in FP8.
@@ -274,11 +274,12 @@ def _multiplied(w13: Any, w2: Any, layer: _Layer) -> tuple[Any, Any]:
     if not (is_pair or layer.transposed or ffn % recipe.ffn_multiple):
         return w13, w2
     padded = round_up(ffn, recipe.ffn_multiple)
+    how: Any = {"transposed": layer.transposed, "columnwise": layer.options.keeps_columnwise}
     if _is_float(w13):
         parts = 1 if is_pair or not layer.options.activation.gated else 2
-        w13 = jax_ops.quantize_weights(w13, parts=parts, rows=padded, transposed=layer.transposed)
+        w13 = jax_ops.quantize_weights(w13, parts=parts, rows=padded, **how)
     if _is_float(w2):
-        w2 = jax_ops.quantize_weights(w2, columns=padded, transposed=layer.transposed)
+        w2 = jax_ops.quantize_weights(w2, columns=padded, **how)
     return w13, w2
 
 
@@ -333,8 +334,8 @@ def _wanted_gradients(w13: Any, w2: Any) -> tuple[str, ...]:
 
 def _like_weights(*weights: Any) -> list[Any]:
     """Placeholders for the weights in the backward, as `_of_weights` takes them: empty arrays of their dtypes
-    and widths, or the quantised weights."""
-    return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
+    and widths, also in the records of quantised weights."""
+    return [jax.tree.map(lambda a: a[:0], w) for w in weights]
 
 
 def _backward_options(like: list[Any], layer: _Layer) -> dict[str, Any]:

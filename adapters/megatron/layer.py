@@ -28,7 +28,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words
-from fp8moe.layer.options import ArgumentsBesideRecompute, options_of
+from fp8moe.layer.options import ArgumentsBesideRecompute, LayerOptions, options_of
 from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
 
@@ -180,7 +180,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         Process groups of the model; None: Megatron's default groups.
     name : str or None
         Part of Megatron's constructor signature; not used.
-    **options : recipe, backend, num_sms
+    **options : recipe, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`.
 
     Notes
@@ -352,6 +352,11 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         """Maximum number of SMs of a product, as in the constructor."""
         return self._options.num_sms
 
+    @property
+    def weight_copies(self) -> str:
+        """Orientations of the FP8 weights that are kept, as in the constructor."""
+        return self._options.weight_copies
+
     def extra_repr(self) -> str:
         options = ", ".join(f"{n}={v!r}" for n, v in vars(self._options).items())
         return f"{options}, {in_words(self)}"
@@ -423,8 +428,8 @@ class _OfExperts(Holder):
         return {"weight1": module.weight1, "weight2": module.weight2}
 
     @staticmethod
-    def recipe(module: FP8FlowExperts) -> Recipe:
-        return module._options.precision
+    def options(module: FP8FlowExperts) -> LayerOptions:
+        return module._options
 
     @staticmethod
     def activation(module: FP8FlowExperts) -> Activation:
@@ -616,7 +621,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         As in `MoELayer`.
     pg_collection : ProcessGroupCollection or None
         Process groups of the model; None: Megatron's default groups.
-    **options : recipe, backend, num_sms
+    **options : recipe, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`; and further options of `MoELayer`.
 
     Notes
@@ -772,7 +777,7 @@ def use_fp8_flow(
         Process groups of the model, if it does not use the default ones. Megatron-Core 0.16 passes them only
         to MoE layers of its own classes, so `FP8FlowMoELayer` would use the default groups; with later
         versions this argument is not needed.
-    **options : recipe, backend, num_sms
+    **options : recipe, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`.
 
     Returns
@@ -783,7 +788,7 @@ def use_fp8_flow(
     Raises
     ------
     ValueError
-        For a spec without a `MoELayer`, or an invalid recipe, backend, num_sms or dispatcher.
+        For a spec without a `MoELayer`, or an invalid recipe, backend, num_sms, weight_copies or dispatcher.
 
     Examples
     --------

@@ -30,7 +30,8 @@ class Options(NamedTuple):
     for_statistics: whether to save what the statistics are computed from, also if no backward follows.
     gathers_bias, sums_router: as in `fp8moe.expert_parallel.protocols.Settings`. is_routed: whether the
         layer's own router has chosen the ids.
-    formats: of w13's and w2's codes, for operators, which get these as plain tensors.
+    formats: of the row-wise and column-wise codes of w13 and of w2, separated by commas, nothing for codes
+        that there are not; for operators, which get codes as plain tensors.
     """
 
     layer: LayerOptions
@@ -77,49 +78,55 @@ def names_of(gradients: str) -> tuple[str, ...]:
     return tuple(gradients.split(",")) if gradients else ()
 
 
-def _sides_of(
-    tensors: Iterable[Any], transposed: tuple[bool, ...], formats: tuple[str, ...]
-) -> list[QuantTensor]:
-    """Weights of these orientations and formats, from alternating codes and scales."""
-    arrays = list(tensors)
-    sides = zip(arrays[::2], arrays[1::2], transposed, formats, strict=True)
-    return [QuantTensor(q, scales, fmt, FP8_BLOCK, transposed=t) for q, scales, t, fmt in sides]
-
-
 def with_formats(options: Options, gemm_weights: Sequence[Any]) -> Options:
     """The options for an operator."""
     codes = [w for w in gemm_weights if isinstance(w, Quantized)]
-    return options._replace(formats=",".join([w.columnwise.fmt for w in codes]))
+    sides = [q for w in codes for q in (w.rowwise, w.columnwise)]
+    return options._replace(formats=",".join(["" if q is None else q.fmt for q in sides]))
+
+
+def _codes(formats: Sequence[str], tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """w13, w2 and what follows them, from alternating codes and scales, in the order of `arrays_in`. formats:
+    of the row-wise and the column-wise codes of each, "" where there are none."""
+    arrays, sides = iter(tensors), list[Any]()
+    for fmt, transposed in zip(formats, (False, True, False, True), strict=True):
+        data, scales = (next(arrays), next(arrays)) if fmt else (None, None)
+        sides.append(QuantTensor(data, scales, fmt, FP8_BLOCK, transposed=transposed) if fmt else None)
+    return Quantized(*sides[:2]), Quantized(*sides[2:]), *arrays
 
 
 def weights_of(options: Options, tensors: Any) -> Any:
     """w13, w2 and, if there is one, bias13 from their arrays, in the order of `arrays_in`."""
     if not options.layer.precision.quantizes:
         return tuple(tensors)
-    first, second = options.formats.split(",")
-    sides = _sides_of(tensors[:8], (False, True, False, True), (first, first, second, second))
-    return Quantized(*sides[:2]), Quantized(*sides[2:]), *tensors[8:]
+    return _codes(options.formats.split(","), tensors)
+
+
+def _saved_sides(options: Options) -> list[bool]:
+    """Of each of ``formats``, whether the backward reads codes of that orientation of the forward's."""
+    of_w13, of_w2 = options.formats.split(",")[1::2]
+    saved = options.layer.saved_orientations
+    return [*saved("w13", bool(of_w13)), *saved("w2", bool(of_w2))]
 
 
 def saved_weights(options: Options, tensors: Any) -> tuple[Any, ...]:
     """Weights, and a bias, in the form of `Saved`, without codes that only the forward uses."""
     if not options.layer.precision.quantizes:
         return tuple(tensors)
-    both = len(tensors) >= 6  # of w13; of w2 only the column-wise codes are saved
-    first, second = options.formats.split(",")
-    formats = (first, first, second) if both else (first, second)
-    count = 2 * len(formats)
-    *w13, w2 = _sides_of(tensors[:count], (False, True, True) if both else (True, True), formats)
-    first_codes = w13 if both else (None, *w13)
-    return Quantized(*first_codes), Quantized(None, w2), *tensors[count:]  # type: ignore[arg-type]
+    formats = zip(options.formats.split(","), _saved_sides(options), strict=True)
+    return _codes([fmt if saved else "" for fmt, saved in formats], tensors)
 
 
 def weights_of_backward(gemm_weights: list[Tensor], options: Options) -> list[Tensor]:
-    """The operands of the backward's products, of those of the forward: row-wise codes are used in the
-    forward only, except with recompute."""
+    """The weights that the backward reads, of those of the forward."""
     if not options.layer.precision.quantizes:
         return gemm_weights
-    return [*(gemm_weights[:2] if options.layer.recompute else ()), *gemm_weights[2:4], *gemm_weights[6:]]
+    kept, rest = [], gemm_weights
+    for fmt, saved in zip(options.formats.split(","), _saved_sides(options), strict=True):
+        if fmt:
+            kept += rest[:2] if saved else []
+            rest = rest[2:]
+    return [*kept, *rest]
 
 
 class Placeholder:
@@ -195,7 +202,7 @@ def check_traced(x: Tensor, weights: Any, options: Options) -> None:
     """`check_backend` for fake tensors, whose sizes become static thereby."""
     if not options.layer.limits_gemms:
         return
-    w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights[:2])
+    w13, w2 = (w.shape for w in weights[:2])
     check_backend(
         x,
         options.layer,

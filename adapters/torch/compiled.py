@@ -103,12 +103,12 @@ known_results = lru_cache(maxsize=256)(results_of)
 
 
 def specs_of(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
-    """Arguments of `results_of`; x may be any tensor of x's spec. FP8 weights may have transposed codes
+    """Arguments of `results_of`; x may be any tensor of x's spec. FP8 weights may have one orientation
     only."""
     specs = [spec_of(t) for t in (x, ids, probs)]
     for w in kept_weights:
         if isinstance(w, Quantized):
-            specs.append(ArraySpec(w.columnwise.shape, BFLOAT16))
+            specs.append(ArraySpec(w.shape, BFLOAT16))
         else:
             specs.append(spec_of(w))
     return tuple((s.shape, s.dtype) for s in specs)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
-from fp8moe import Quantized
 from fp8moe.activation import Activation
-from fp8moe.adapters.torch.arguments import Options, names_of
+from fp8moe.adapters.torch.arguments import Options, names_of, saved_weights, weights_of
 from fp8moe.layer.saved import Saved, SavedForWeights
 
 
@@ -36,16 +35,14 @@ def _num_rows(x: Tensor, ids: Tensor, options: Options) -> int:
 
 
 def forward_flops(x: Tensor, gemm_weights: list[Tensor], ids: Tensor, options: Options) -> int:
-    w2 = gemm_weights[4 if options.layer.precision.quantizes else 1]  # [E, H, F]
+    _, w2, *_ = weights_of(options, gemm_weights)  # [E, H, F]
     sizes = _num_rows(x, ids, options), x.shape[1], options.ffn or w2.shape[2]
     return 2 * _multiplications(("h", "y"), *sizes, options.layer.activation)
 
 
 def backward_flops(dy: Tensor, backward_weights: list[Tensor], ids: Tensor, options: Options) -> int:
-    recompute = options.layer.recompute is not None
-    # [E, H, F], codes [E, F, H]
-    w2 = backward_weights[2 + 2 * recompute if options.layer.precision.quantizes else 1]
-    ffn = options.ffn or w2.numel() // (w2.shape[0] * dy.shape[1])
+    _, w2, *_ = saved_weights(options, backward_weights)
+    ffn = options.ffn or w2.shape[2]
     products = _products_of_backward(names_of(options.gradients), options.layer.recompute)
     return 2 * _multiplications(
         products, _num_rows(dy, ids, options), dy.shape[1], ffn, options.layer.activation
@@ -58,8 +55,7 @@ def multiplications_of(
     """Of a backward in eager mode, or of its second half."""
     halves = options.layer.activation.columns(1)
     if isinstance(source, Saved):
-        w2 = source.w2.columnwise if isinstance(source.w2, Quantized) else source.w2
-        ffn, products = w2.shape[2], _products_of_backward(requested, options.layer.recompute)
+        ffn, products = source.w2.shape[2], _products_of_backward(requested, options.layer.recompute)
     else:
         products = [name for name in requested if name != "dbias13"]
         if not products:

@@ -58,6 +58,7 @@ def moe_experts(
     is_first_microbatch: bool | None = None,
     backend: str | None = None,
     num_sms: int | None = None,
+    weight_copies: str = "both",
 ) -> Tensor:
     """Compute the experts of a layer, with gradients for all arguments except the ids, eagerly and compiled.
 
@@ -118,6 +119,9 @@ def moe_experts(
     num_sms : int or None
         Maximum number of SMs that each product may use, as in `fp8moe.moe_forward`, to leave the others to
         work on another stream. With "bf16" a number selects this library's kernels.
+    weight_copies : "both" or "rowwise"
+        Orientations of the FP8 weights that are made and saved, as in `fp8moe.moe_forward`: "rowwise" halves
+        their memory, and each backward derives the other orientation.
 
     Returns
     -------
@@ -150,7 +154,7 @@ def moe_experts(
     (100.0, 200.0)
     """
     operands = x, w13, w2, topk_ids, topk_probs, bias13, bias2, fp8_weights
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
     return _checked("moe_experts", *operands, is_first_microbatch, options, comm=comm)
 
 
@@ -171,6 +175,7 @@ def moe_experts_permuted(
     is_first_microbatch: bool | None = None,
     backend: str | None = None,
     num_sms: int | None = None,
+    weight_copies: str = "both",
 ) -> Tensor:
     """Compute `moe_experts` for rows that a dispatcher has permuted, and possibly padded.
 
@@ -212,6 +217,8 @@ def moe_experts_permuted(
         As in `moe_experts`.
     num_sms : int or None
         As in `moe_experts`.
+    weight_copies : "both" or "rowwise"
+        As in `moe_experts`.
 
     Returns
     -------
@@ -241,7 +248,7 @@ def moe_experts_permuted(
         )
     checks.integer("align_size", align_size, 1)
     operands = x, w13, w2, tokens_per_expert, probs, bias13, bias2, fp8_weights
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
     return _checked("moe_experts_permuted", *operands, is_first_microbatch, options, align_size=align_size)
 
 
@@ -308,7 +315,7 @@ def _in_dtype(
         first = checks.flag("is_first_microbatch", first)
     if first is not None or (recipe.quantizes and fp8_weights is None):
         fp8_weights = _kept((x, probs, bias13), weights, fp8_weights, options, first)
-    given = operands_of(weights, bias13, fp8_weights, recipe, halves)
+    given = operands_of(weights, bias13, fp8_weights, options)
     y = apply_experts(x, given, ids, probs, dtype, options, comm=comm, align_size=align_size, bias2=bias2)
     return y.to(x.dtype).reshape(x.shape)
 
@@ -332,7 +339,7 @@ def _kept(
     masters = [*(weights[0] if isinstance(weights[0], tuple) else weights[:1]), weights[1]]
     tensors = [t for t in (*rows, *masters) if isinstance(t, Tensor)]
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return copies_of_function(weights[0], weights[1], options.activation, recording, first)
+    return copies_of_function(weights[0], weights[1], options, recording, first)
 
 
 def apply_experts(

@@ -309,8 +309,9 @@ def is_gathered(w: Any) -> bool:
     return isinstance(local(w), GatheredFP8)
 
 
-def quantized_of(w: Any) -> Quantized:
-    """The codes of a gathered weight, or of a pair of them, as the GEMMs read them."""
+def quantized_of(w: Any, columnwise: bool) -> Quantized:
+    """The codes of a gathered weight, or of a pair of them, as the GEMMs read them. columnwise: whether to
+    make those of dgrad, too."""
     if isinstance(w, tuple):
         codes, scales = (
             torch.cat([getattr(part, name) for part in w], dim=1) for name in ("codes", "scales")
@@ -318,7 +319,7 @@ def quantized_of(w: Any) -> Quantized:
     else:
         codes, scales = w.codes, w.scales
     rowwise = QuantTensor(codes, scales, "e4m3", (BLOCK, BLOCK))
-    return Quantized(rowwise, torch_ops.transpose_codes(rowwise))
+    return Quantized(rowwise, torch_ops.transpose_codes(rowwise)) if columnwise else Quantized(rowwise)
 
 
 def _gathered(scales: Tensor, dimension: int, ranks: int, mesh: Any) -> Tensor:

@@ -136,6 +136,9 @@ class FP8FlowMoE(nn.Module):
         Maximum number of SMs that each product may use, the backward's included, as in `fp8moe.moe_forward`,
         to leave the others to work on another stream. If a product cannot respect it, the forward raises.
         With "bf16" a number selects this library's kernels.
+    weight_copies : "both" or "rowwise"
+        Orientations of the FP8 weights that are made, kept and saved, as in `fp8moe.moe_forward`: "rowwise"
+        takes one byte a weight in place of two, and each backward derives the other orientation.
     process_group : ProcessGroup, DeviceMesh, Transport or None
         The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or a
         `fp8moe.expert_parallel.Transport` such as `fp8moe.torch` provides. Each
@@ -231,6 +234,7 @@ class FP8FlowMoE(nn.Module):
         activation: Activation = SWIGLU,
         backend: str | None = None,
         num_sms: int | None = None,
+        weight_copies: str = "both",
         process_group: Any = None,
         overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
@@ -238,7 +242,7 @@ class FP8FlowMoE(nn.Module):
         dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
-        self._options = LayerOptions(activation, recipe, recompute, backend, num_sms)
+        self._options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
         _check_width(self._options.precision, ffn)
         num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
@@ -293,6 +297,7 @@ class FP8FlowMoE(nn.Module):
     activation = _option("activation")
     backend = _option("backend")
     num_sms = _option("num_sms")
+    weight_copies = _option("weight_copies")
 
     @property
     def topk(self) -> int:
@@ -325,7 +330,8 @@ class FP8FlowMoE(nn.Module):
                 f"activation: got {value}; wanted one {'with' if gated else 'without'} a gate, by w13's "
                 "shape; make a layer with this activation"
             )
-        if options.recipe != self._options.recipe:
+        old = self._options
+        if (options.recipe, options.weight_copies) != (old.recipe, old.weight_copies):
             weights_of(self).release()
         self._options = options
 
@@ -665,8 +671,8 @@ class _OfLayer(Holder):
         return is_whole(w, module._ranks.mesh)
 
     @staticmethod
-    def recipe(module: FP8FlowMoE) -> Recipe:
-        return module._options.precision
+    def options(module: FP8FlowMoE) -> LayerOptions:
+        return module._options
 
     @staticmethod
     def activation(module: FP8FlowMoE) -> Activation:

@@ -125,7 +125,14 @@ _known_activation = functools.lru_cache(Activation)  # checks its fields
 
 def _layer_arguments(options: LayerOptions) -> list[Any]:
     activation = _activation_arguments(options.activation)
-    return [*activation, options.recipe, options.recompute, options.backend, options.num_sms]
+    return [
+        *activation,
+        options.recipe,
+        options.recompute,
+        options.backend,
+        options.num_sms,
+        options.weight_copies,
+    ]
 
 
 def _layer_options(kind: str, clamp: float | None, alpha: float, offset: float, *others: Any) -> LayerOptions:
@@ -167,7 +174,7 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
     ),
     LayerOptions: (
         "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset, str {}_recipe, "
-        "str? {}_recompute, str? {}_backend, int? {}_num_sms",
+        "str? {}_recompute, str? {}_backend, int? {}_num_sms, str {}_weight_copies",
         _layer_arguments,
         _layer_options,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from fp8moe.adapters import needs
@@ -18,7 +19,9 @@ from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.gathered import is_gathered, quantized_of
 from fp8moe.adapters.torch.library import spec_of
 from fp8moe.adapters.torch.operation import check_float
+from fp8moe.layer.checks import check_codes_of_forward
 from fp8moe.layer.moe import experts_of
+from fp8moe.layer.options import WEIGHT_COPIES, LayerOptions
 from fp8moe.layer.recipes import RECIPES, Recipe
 from fp8moe.runtime import checks
 
@@ -50,10 +53,10 @@ def operands_of(
     weights: list[Any],
     bias13: Tensor | None,
     fp8_weights: tuple[Quantized, Quantized] | None,
-    recipe: Recipe,
-    halves: int,
+    options: LayerOptions,
 ) -> Operands:
     """Of weights from `checked_weights`, for the recipe "bf16" in the rows' dtype."""
+    recipe, halves = options.precision, halves_of(options.activation.kind)
     ffn, width = None, ffn_of(weights[0], weights[1], halves)
     missing = -width % FP8_BLOCK[1] if recipe.quantizes and width is not None else 0
     if bias13 is not None:
@@ -71,7 +74,7 @@ def operands_of(
     if fp8_weights is not None:
         _check_fp8_weights(fp8_weights, weights, halves)
     else:
-        codes = _quantized(weights, halves)
+        codes = _quantized(weights, halves, options.keeps_columnwise)
     masters = [None if isinstance(w, Quantized) else w for w in weights]
     return Operands(masters, codes, ffn, bias13=bias13)
 
@@ -81,6 +84,7 @@ def quantize_fp8_weights(
     w2: Tensor,
     *,
     activation: Activation = SWIGLU,
+    weight_copies: str = "both",
     out: tuple[Quantized, Quantized] | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantise weights for the ``fp8_weights`` argument of `moe_experts`, padded as it pads them.
@@ -93,6 +97,8 @@ def quantize_fp8_weights(
         As in `moe_experts`.
     activation : Activation
         Activation of the layer; determines whether w13 has gates.
+    weight_copies : "both" or "rowwise"
+        Orientations to make, as in `moe_experts`; its own ``weight_copies`` says what it saves of them.
     out : tuple of two Quantized, or None
         Result of an earlier call, to overwrite.
 
@@ -115,12 +121,14 @@ def quantize_fp8_weights(
     ((4, 256, 256), (4, 256, 128))
     """
     checks.options("activation", activation, Activation)
+    columnwise = checks.choice("weight_copies", weight_copies, WEIGHT_COPIES) == "both"
     if out is not None and not (isinstance(out, tuple) and [type(o) for o in out] == [Quantized, Quantized]):
         raise TypeError(
             f"out: got {type(out).__name__}; wanted the two Quantized of an earlier call, or None"
         )
     halves = halves_of(activation.kind)
-    return _quantized(checked_weights(w13, w2, None, RECIPES["fp8_flow"], halves), halves, out)
+    weights = checked_weights(w13, w2, None, RECIPES["fp8_flow"], halves)
+    return _quantized(weights, halves, columnwise, out)
 
 
 def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
@@ -132,32 +140,34 @@ def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[A
         raise TypeError(f"fp8_weights: got {got}; wanted the two Quantized of quantize_fp8_weights")
     for name, codes, w in zip(("w13", "w2"), fp8_weights, weights, strict=True):
         if isinstance(w, Quantized):
-            expected = tuple(w.columnwise.shape)
+            expected = tuple(w.shape)
         elif name == "w13":
             first, parts = (w[0], 1) if isinstance(w, tuple) else (w, halves)
             rows = halves * round_up_to_block(first.shape[1] // parts)
             expected = first.shape[0], rows, first.shape[2]
         else:
             expected = *w.shape[:2], round_up_to_block(w.shape[2])
-        checks.shape(f"fp8_weights of {name}", codes.columnwise, expected)
+        check_codes_of_forward(f"fp8_weights of {name}", codes)
+        checks.shape(f"fp8_weights of {name}", codes, expected)
 
 
 def _quantized(
-    weights: list[Any], halves: int, out: tuple[Quantized, Quantized] | None = None
+    weights: list[Any], halves: int, columnwise: bool, out: tuple[Quantized, Quantized] | None = None
 ) -> tuple[Quantized, Quantized]:
     """FP8 codes of w13, or of the pair (w1, w3), and of w2, padded with zeros to a multiple of 128 of F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
+    quantize: Any = partial(torch_ops.quantize_weights, columnwise=columnwise)
     if is_gathered(w13):
-        w13 = quantized_of(w13)
+        w13 = quantized_of(w13, columnwise)
     elif isinstance(w13, tuple):
-        w13 = torch_ops.quantize_weights(w13, out=out13, rows=round_up_to_block(w13[0].shape[1]))
+        w13 = quantize(w13, out=out13, rows=round_up_to_block(w13[0].shape[1]))
     elif isinstance(w13, Tensor):
         rows = round_up_to_block(w13.shape[1] // halves)
-        w13 = torch_ops.quantize_weights(w13, out=out13, parts=halves, rows=rows)
+        w13 = quantize(w13, out=out13, parts=halves, rows=rows)
     if is_gathered(w2):
-        w2 = quantized_of(w2)
+        w2 = quantized_of(w2, columnwise)
     elif not isinstance(w2, Quantized):
-        w2 = torch_ops.quantize_weights(w2, out=out2, columns=round_up_to_block(w2.shape[2]))
+        w2 = quantize(w2, out=out2, columns=round_up_to_block(w2.shape[2]))
     return w13, w2
 
 
@@ -171,6 +181,8 @@ def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, ha
     for name, w in (*[("w13", w) for w in parts], ("w2", w2)):
         if not isinstance(w, (Tensor, Quantized)):
             raise _not_a_weight(name, w13 if name == "w13" else w2)
+        if isinstance(w, Quantized):
+            check_codes_of_forward(name, w)
         check_float(name, w, 3)
         if not recipe.quantizes and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
@@ -180,7 +192,7 @@ def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, ha
         check_float("bias13", bias13)
     if isinstance(parts[0], Quantized):
         if bias13 is not None:
-            experts, rows, _ = parts[0].columnwise.shape
+            experts, rows, _ = parts[0].shape
             checks.shape(
                 "bias13", bias13, (experts, halves * (ffn_of(parts[0], w2, halves) or rows // halves))
             )

@@ -313,9 +313,16 @@ swiglu_quantize_backward = operation(
 
 @operator("quantize_weights")
 def _quantize_weights(
-    x: list[Tensor], fmt: str, parts: int, rows: int | None, columns: int | None, transposed: bool
+    x: list[Tensor],
+    fmt: str,
+    parts: int,
+    rows: int | None,
+    columns: int | None,
+    transposed: bool,
+    columnwise: bool,
 ) -> list[Any]:
     options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    options["columnwise"] = columnwise
     return arrays_in(fp8moe.quantize_weights(x[0] if len(x) == 1 else tuple(x), **options))
 
 
@@ -333,6 +340,7 @@ def quantize_weights(
     rows: int | None = None,
     columns: int | None = None,
     transposed: bool = False,
+    columnwise: bool = True,
     out: Quantized | None = None,
 ) -> Quantized:
     refuse_transforms("x")
@@ -340,6 +348,7 @@ def quantize_weights(
     if not weights:
         raise ValueError("x: got an empty tuple; wanted a tensor, or a tuple of them")
     checks.flag("transposed", transposed)
+    columnwise = checks.flag("columnwise", columnwise)
     for i, w in enumerate(weights):
         check_float(f"x[{i}]" if isinstance(x, tuple) else "x", w)
     weights = tuple([w.detach() for w in weights])
@@ -355,16 +364,18 @@ def quantize_weights(
         ]
     )
     options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    options["columnwise"] = columnwise
     if out is not None:
         options |= {"x": weights if isinstance(x, tuple) else weights[0], "out": out}
         return unrecorded(fp8moe.quantize_weights, options, "out: got one", "None")  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and is_direct(weights[0]):  # its result is the record
         return fp8moe.quantize_weights(weights if len(weights) > 1 else weights[0], **options)
-    data, scales, column_data, column_scales = _quantize_weights(list(weights), *options.values())
-    return Quantized(
-        QuantTensor(data, scales, fmt, (128, 128)),
-        QuantTensor(column_data, column_scales, fmt, (128, 128), transposed=True),
-    )
+    data, scales, *others = _quantize_weights(list(weights), *options.values())
+    rowwise = QuantTensor(data, scales, fmt, (128, 128))
+    if not columnwise:
+        return Quantized(rowwise)
+    data, scales = others
+    return Quantized(rowwise, QuantTensor(data, scales, fmt, (128, 128), transposed=True))
 
 
 # ---------------------------------------------------------------- products

@@ -30,7 +30,7 @@ from fp8moe.adapters.torch.gathered import gathers_of, is_gathered
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.operation import refuse_partitioned
 from fp8moe.adapters.torch.sharding import engine_of, is_whole
-from fp8moe.layer.recipes import Recipe
+from fp8moe.layer.options import LayerOptions
 from fp8moe.runtime.record_trees import arrays_in
 from fp8moe.runtime.scopes import Opening, Scope
 
@@ -60,8 +60,8 @@ class Holder:
         return is_whole(w, None)
 
     @staticmethod
-    def recipe(module: Any) -> Recipe:
-        """The recipe of the module's forward."""
+    def options(module: Any) -> LayerOptions:
+        """The options of the module's forward, whose activation is `activation`'s."""
         raise NotImplementedError
 
     @staticmethod
@@ -75,9 +75,15 @@ class Holder:
         raise NotImplementedError
 
     @classmethod
+    def made(cls, module: Any) -> dict[str, Any]:
+        """How the module's copies are made: keyword arguments of `quantize_fp8_weights`."""
+        copies = cls.options(module).weight_copies
+        return {"activation": cls.activation(module), "weight_copies": copies}
+
+    @classmethod
     def shares(cls, module: Any) -> bool:
         """Whether forwards share copies within weights_unchanged()."""
-        return cls.recipe(module).quantizes
+        return cls.options(module).precision.quantizes
 
 
 class FP8Weights:
@@ -164,8 +170,8 @@ class FP8Weights:
                 return copies.records
         elif copies is not None:
             self.release()
-        own = self.holder.operands(self.module, masters)
-        return list(quantize_fp8_weights(*own, activation=self.holder.activation(self.module)))
+        module = self.module
+        return list(quantize_fp8_weights(*self.holder.operands(module, masters), **self.holder.made(module)))
 
     # ---- making and dropping them
 
@@ -243,11 +249,14 @@ class FP8Weights:
         return new
 
     def _quantized(self, masters: Sequence[Tensor], target: list[Quantized] | None = None) -> list[Quantized]:
-        module, out = self.module, None if target is None else (target[0], target[1])
+        module = self.module
+        how = self.holder.made(module)
+        if target is not None:  # a captured graph reads the orientations that it has
+            copies = "both" if target[0].columnwise is not None else "rowwise"
+            how |= {"weight_copies": copies, "out": (target[0], target[1])}
         # not inference tensors, because a backward could not use them
         with torch.inference_mode(False), torch.no_grad():
-            own = self.holder.operands(module, masters)
-            return list(quantize_fp8_weights(*own, activation=self.holder.activation(module), out=out))
+            return list(quantize_fp8_weights(*self.holder.operands(module, masters), **how))
 
     def release(self) -> None:
         """Drops the kept copies, or only invalidates them if a captured graph reads them."""
@@ -291,7 +300,7 @@ def codes_of(
     first GEMM. first: the forward's ``is_first_microbatch``."""
     weights = weights_of(module)
     holder, renewed = weights.holder, weights.holder.renewed
-    if not holder.recipe(module).quantizes:
+    if not holder.options(module).precision.quantizes:
         return None
     if torch.compiler.is_compiling():
         return weights.of_compiled_forward(masters, None if renewed else first)
@@ -477,8 +486,8 @@ def model_report(model: nn.Module) -> str:
     -------
     str
         A line per module of experts: its name and class, recipe, whether FP8 copies of the weights are made
-        in each forward or shared and until when, and the bytes of the copies that are held, or what
-        ``fully_shard`` gathers (`gather_fp8`).
+        in each forward or shared and until when, in one orientation or both, and the bytes of the copies that
+        are held, or what ``fully_shard`` gathers (`gather_fp8`).
 
     Examples
     --------
@@ -496,7 +505,7 @@ def model_report(model: nn.Module) -> str:
     for name, module in model.named_modules():
         state_of(module)  # makes those of other libraries' modules
         if isinstance(vars(module).get("_fp8_weights"), FP8Weights):
-            recipe = weights_of(module).holder.recipe(module).name
+            recipe = weights_of(module).holder.options(module).recipe
             lines.append(f"{name or '(model)'}: {type(module).__name__}, {recipe}, {in_words(module)}")
     return "\n".join(lines) or "no experts of this library"
 
@@ -504,7 +513,8 @@ def model_report(model: nn.Module) -> str:
 def in_words(module: Any) -> str:
     """How the FP8 copies of a module's weights are made and held."""
     weights = weights_of(module)
-    if not weights.holder.recipe(module).quantizes:
+    options = weights.holder.options(module)
+    if not options.precision.quantizes:
         return "no FP8 copies"
     gathers = gathers_of(module)
     gathered = f"fully_shard gathers {'; '.join(map(str, gathers))}" if gathers else ""
@@ -520,7 +530,8 @@ def in_words(module: Any) -> str:
         how = "shared in weights_unchanged()" + (" until the optimizer's step" if renewed else "")
     elif copies is not None and copies.current:
         how = "of quantize_weights()" if copies.requested else "shared by micro-batches"
-    return f"{gathered}{gathered and ', '}FP8 copies {how}, {nbytes} bytes held"
+    what = "FP8 copies" if options.keeps_columnwise else "row-wise FP8 copies"
+    return f"{gathered}{gathered and ', '}{what} {how}, {nbytes} bytes held"
 
 
 def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> None:
@@ -543,9 +554,9 @@ def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[st
 class _Given:
     """The weights of a function's call, in the place of a module's. It refers to them weakly."""
 
-    def __init__(self, weights: dict[str, Tensor], activation: Activation, dropped: Callable[..., Any]):
+    def __init__(self, weights: dict[str, Tensor], options: LayerOptions, dropped: Callable[..., Any]):
         self.weights = {name: weakref.ref(w, dropped) for name, w in weights.items()}
-        self.activation = activation
+        self.options = options
 
 
 class _OfFunction(Holder):
@@ -554,8 +565,12 @@ class _OfFunction(Holder):
         return {name: cast(Tensor, w()) for name, w in module.weights.items()}
 
     @staticmethod
+    def options(module: _Given) -> LayerOptions:
+        return module.options
+
+    @staticmethod
     def activation(module: _Given) -> Activation:
-        return module.activation
+        return module.options.activation
 
     @staticmethod
     def operands(module: _Given, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
@@ -574,12 +589,12 @@ class _Model(NamedTuple):
 
 _models: dict[int, _Model] = {}  # by number
 
-#: w2 -> {(w13's, activation): (weights, their state)} of functions' calls
+#: w2 -> {(w13's, activation, weight_copies): (weights, their state)} of functions' calls
 _of_functions = WeakIdKeyDictionary()
 
 
 def copies_of_function(
-    w13: Any, w2: Any, activation: Activation, recording: bool, first: bool | None
+    w13: Any, w2: Any, options: LayerOptions, recording: bool, first: bool | None
 ) -> tuple[Quantized, Quantized] | None:
     """The copies that an eager call of a function reads, where an open context or ``first``, its
     ``is_first_microbatch``, says how long its weights are unchanged; None: it makes its own."""
@@ -603,9 +618,9 @@ def copies_of_function(
         if first is None and not covering:
             return None
         states = _of_functions[w2] = {}
-    key = (*map(id, parts), activation)
+    key = (*map(id, parts), options.activation, options.weight_copies)
     if key not in states:
-        given = _Given(weights, activation, partial(states.pop, key))
+        given = _Given(weights, options, partial(states.pop, key))
         states[key] = given, FP8Weights(given, _OfFunction)
     _, state = states[key]
     for number, model in covering:

@@ -111,16 +111,19 @@ def _check_rows_and_weights(options: LayerOptions, a: Any) -> int:
         if isinstance(w, Quantized):
             if not quantized:
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "{recipe.name}"')
-            for side in ("rowwise", "columnwise"):
-                checks.quant_tensor(f"{name}.{side}", getattr(w, side), ((128, 128),))
-            checks.shape(f"{name}.rowwise", w.rowwise, ("E", "N", "K"))
-            checks.shape(f"{name}.columnwise", w.columnwise, w.rowwise.shape)
-            orientations = w.rowwise.transposed, w.columnwise.transposed
-            if orientations != (False, True):
-                raise ValueError(
-                    f"{name}: got rowwise and columnwise with transposed={orientations}; wanted (False, "
-                    f"True); pass fp8moe.quantize_weights({name})"
-                )
+            check_codes_of_forward(name, w)
+            sizes: tuple[int | str, ...] = "E", "N", "K"
+            for side, transposed in (("rowwise", False), ("columnwise", True)):
+                if (q := getattr(w, side)) is None:
+                    continue
+                checks.quant_tensor(f"{name}.{side}", q, ((128, 128),))
+                checks.shape(f"{name}.{side}", q, sizes)
+                if q.transposed != transposed:
+                    raise ValueError(
+                        f"{name}.{side}: got transposed={q.transposed}; wanted {transposed}; pass "
+                        f"fp8moe.quantize_weights({name})"
+                    )
+                sizes = q.shape
             setattr(a, name, w.rowwise)
         elif getattr(w, "dtype", None) not in (dtypes := recipe.weight_dtypes or (a.x.dtype,)):
             checks.dtype(name, w, dtypes, _as_weights(name, w, dtypes[-1].name, quantized))
@@ -157,6 +160,18 @@ def _as_weights(name: str, w: Any, dtype: str, quantized: bool) -> str:
         return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
     codes = getattr(getattr(w, "dtype", None), "itemsize", 0) == 1
     return f"pass {name} in {dtype}" + (", times the scales of its codes" if codes else "")
+
+
+def check_codes_of_forward(name: str, w: Quantized) -> None:
+    """Refuse weights without the codes that the forward reads, of which the others could be derived."""
+    if w.rowwise is not None:
+        return
+    fix = "quantize_weights"
+    if w.columnwise is not None:
+        fix = f"Quantized(fp8moe.transpose_codes({name}.columnwise), {name}.columnwise)"
+    raise TypeError(
+        f"{name}.rowwise: got None; wanted the codes that the forward multiplies by; pass fp8moe.{fix}"
+    )
 
 
 def _stored_transposed(w: Any, axis: int, hidden: int, quantized: bool) -> str:
@@ -374,10 +389,13 @@ def _check_weights(
     if recipe.quantizes:
         if not isinstance(w, Quantized):
             raise TypeError(f"{name}: got a {type(w).__name__}; wanted the forward's weights")
-        _check_blocks(f"{name}.columnwise", w.columnwise, wanted, transposed=True)
+        if w.rowwise is None and w.columnwise is None:
+            raise TypeError(f"{name}: got neither rowwise nor columnwise; wanted the forward's weights")
+        if w.columnwise is not None:
+            _check_blocks(f"{name}.columnwise", w.columnwise, wanted, transposed=True)
+            wanted = w.columnwise.shape
         if w.rowwise is not None:
-            _check_blocks(f"{name}.rowwise", w.rowwise, w.columnwise.shape, transposed=False)
-        w = w.columnwise
+            _check_blocks(f"{name}.rowwise", w.rowwise, wanted, transposed=False)
     else:
         checks.dtype(name, w, dtypes)
         checks.shape(name, w, wanted)
@@ -472,11 +490,7 @@ def check_dy(saved: Saved, dy: Any, gradients: Collection[str], tokens: int) -> 
     else:
         of_weights = not recipe.quantizes and a.w13 is not None
         checks.dtype("dy", a.dy, (a.w13.dtype,) if of_weights else recipe.dtypes)
-    checks.shape("dy", a.dy, (tokens, "H" if a.w13 is None else _hidden(a.w13)))
-
-
-def _hidden(w13: Any) -> int:
-    return int((w13.columnwise if isinstance(w13, Quantized) else w13).shape[2])
+    checks.shape("dy", a.dy, (tokens, "H" if a.w13 is None else a.w13.shape[2]))
 
 
 @operation
@@ -497,8 +511,7 @@ def check_backward(
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     weight_shapes: list[tuple[int, ...] | None] = [None, None]
     if (w13 := saved.w13) is not None:
-        # the column-wise codes are always saved; w2 has no say, as a gradient of w2 alone does not need it
-        of_w13 = tuple((w13.columnwise if saved.options.precision.quantizes else w13).shape)
+        of_w13 = tuple(w13.shape)  # w2 has no say, as a gradient of w2 alone does not need it
         experts, columns, hidden = of_w13
         weight_shapes = [of_w13, (experts, hidden, saved.options.activation.width(columns))]
     _check_outputs(saved, kept, weight_shapes, dw13, dw2, dtype, ffn)

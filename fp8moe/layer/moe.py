@@ -40,11 +40,17 @@ from fp8moe.layer.permuted_rows import (
     place_rows,
     unpad_rows,
 )
-from fp8moe.layer.recipes import GRADIENTS, RecipeName, cast
+from fp8moe.layer.recipes import GRADIENTS, RecipeName, cast, of_h, of_inputs
 from fp8moe.layer.saved import Saved, SavedForWeights
 from fp8moe.ops.bias import raw_expert_sums
 from fp8moe.ops.plan import raw_plan_topk, static_bound
-from fp8moe.ops.quantize import quantize, quantize_parts, raw_quantize, times_overwritten
+from fp8moe.ops.quantize import (
+    quantize,
+    quantize_parts,
+    raw_quantize,
+    times_overwritten,
+    transpose_codes,
+)
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor
 from fp8moe.runtime import checks, counters
 from fp8moe.runtime.dispatch import current, operation
@@ -58,6 +64,7 @@ def quantize_weights(
     rows: int | None = None,
     columns: int | None = None,
     transposed: bool = False,
+    columnwise: bool = True,
     out: Quantized | None = None,
 ) -> Quantized:
     """Quantise weights in (128, 128) blocks, row-wise and transposed, reading them once.
@@ -78,6 +85,9 @@ def quantize_weights(
         Columns of the result, filled with zeros.
     transposed : bool
         Whether x is stored transposed, [E, K, N].
+    columnwise : bool
+        Whether to make the transposed codes; without them each `moe_backward` derives them
+        (``weight_copies="rowwise"``).
     out : Quantized or None
         The previous step's result, whose memory is overwritten (see `quantize`). `moe_backward` of a forward
         that read the old codes then raises.
@@ -85,7 +95,7 @@ def quantize_weights(
     Returns
     -------
     Quantized
-        ``rowwise`` for the forward; ``columnwise``, stored transposed, for dgrad.
+        ``rowwise`` for the forward; ``columnwise``, stored transposed, for dgrad, or None.
 
     Raises
     ------
@@ -101,16 +111,16 @@ def quantize_weights(
     >>> fp8moe.quantize_weights((w1, w3), rows=128).rowwise.shape
     (2, 256, 256)
     """
-    whole = rows is None and columns is None and transposed is False
+    whole = rows is None and columns is None and transposed is False and columnwise is True
     if whole and not isinstance(x, tuple) and type(parts) is int and parts == 1:
         return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)  # type: ignore[no-any-return]
     options: dict[str, Any] = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
-    return quantize_parts(x, fmt=fmt, **options, out=out)  # type: ignore[no-any-return]
+    return quantize_parts(x, fmt=fmt, **options, columnwise=columnwise, out=out)  # type: ignore[no-any-return]
 
 
 def experts_of(w: Any) -> int:
     """The number of experts of quantised or plain weights."""
-    return int((w.rowwise if isinstance(w, Quantized) else w).shape[0])
+    return int(w.shape[0])
 
 
 def moe_forward(
@@ -128,6 +138,7 @@ def moe_forward(
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
     num_sms: int | None = None,
+    weight_copies: str = "both",
 ) -> tuple[Any, Saved]:
     """Forward of the expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t] +
     bias13[e]).
@@ -138,7 +149,8 @@ def moe_forward(
         For "bf16" also float16, float32 or float64.
     w13 : ArrayLike or Quantized, [E, 2F, H]
         For "bf16" in x's dtype. For the FP8 recipes bfloat16, float16 or float32, or the result of
-        `quantize_weights`, and F must be a multiple of 128. [E, F, H] for an activation without a gate.
+        `quantize_weights`, also without ``columnwise``, and F must be a multiple of 128. [E, F, H] for an
+        activation without a gate.
     w2 : ArrayLike or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : ArrayLike, int32 or int64, [T, k]
@@ -169,6 +181,11 @@ def moe_forward(
         Maximum number of the GPU's multiprocessors for each GEMM, as for `grouped_gemm`; also for the
         backward, unless it is given its own. It does not apply to the memory-bound kernels between the GEMMs,
         which are short. Results do not depend on it.
+    weight_copies : "both" or "rowwise"
+        Orientations of the FP8 weights that are made and saved. "rowwise": only the one that the forward
+        reads, one byte a weight. Each backward derives the other with `transpose_codes`, bit for bit the
+        same, for one weight after the other, and releases it after that weight's dgrad (with
+        ``overlap_chunks`` after the last chunk's). "bf16" makes none.
 
     Returns
     -------
@@ -200,7 +217,7 @@ def moe_forward(
     >>> y.tolist()
     [[100.0]]
     """
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
     operands = x, w13, w2, topk_ids, topk_probs, options
     return forward(*operands, bias13=bias13, comm=comm, gradients=gradients)
 
@@ -232,7 +249,7 @@ def forward(
             "x: got a QuantTensor; wanted an array; pass fp8moe.dequantize(x), or permuted rows to "
             "moe_forward_permuted"
         )
-    overwritten = _overwritten(w13, w2)
+    overwritten = _overwritten(w13, w2, options)
     operands = x, w13, w2, topk_ids, topk_probs
     if comm is None:
         y, saved = experts_forward(*operands, options, kept, None, bias13)
@@ -259,7 +276,10 @@ def _forward_over_ranks(
     recipe, experts = options.precision, experts_of(w13)
     fmt, chunks = recipe.format_between_ranks, chunks_of(comm)
     if chunks > 1 and recipe.quantizes:  # once for all chunks
-        w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
+        columnwise = options.keeps_columnwise
+        w13, w2 = (
+            w if isinstance(w, Quantized) else quantize_weights(w, columnwise=columnwise) for w in (w13, w2)
+        )
     saved_chunks: list[Saved] = []
 
     def products(received: Dispatched | DispatchedRows) -> Any:
@@ -292,10 +312,14 @@ def _forward_over_ranks(
     return y, saved
 
 
-def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
-    """How often the codes of weights given in quantised form have been overwritten."""
-    first = times_overwritten(w13, "w13") if isinstance(w13, Quantized) else None
-    return first, times_overwritten(w2, "w2") if isinstance(w2, Quantized) else None
+def _overwritten(w13: Any, w2: Any, options: LayerOptions) -> tuple[int | None, int | None]:
+    """How often those codes have been overwritten that are saved of weights given in quantised form."""
+    first, second = None, None
+    if isinstance(w13, Quantized):
+        first = times_overwritten(_read_by_backward("w13", w13, options), "w13")
+    if isinstance(w2, Quantized):
+        second = times_overwritten(_read_by_backward("w2", w2, options), "w2")
+    return first, second
 
 
 def _recorded(saved: Saved, overwritten: tuple[int | None, int | None]) -> Saved:
@@ -321,6 +345,7 @@ def moe_forward_permuted(
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
     num_sms: int | None = None,
+    weight_copies: str = "both",
 ) -> tuple[Any, Saved]:
     """The expert layer on already permuted rows: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i] + bias13[e]).
 
@@ -359,6 +384,8 @@ def moe_forward_permuted(
         As for `moe_forward`.
     num_sms : int or None
         As for `moe_forward`.
+    weight_copies : "both" or "rowwise"
+        As for `moe_forward`.
 
     Returns
     -------
@@ -384,7 +411,7 @@ def moe_forward_permuted(
     >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
     [[100.0], [200.0]]
     """
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms)
+    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
     arrays = x, w13, w2, tokens_per_expert, probs
     return forward_permuted(*arrays, options, bias13=bias13, align_size=align_size, gradients=gradients)
 
@@ -407,7 +434,7 @@ def forward_permuted(
     arrays = x, w13, w2, tokens_per_expert, probs
     gradients = with_bias(gradients, bias13)
     y, saved = permuted_experts_forward(*arrays, options, gradients, align_size, bias13)
-    return y, _recorded(saved, _overwritten(w13, w2))
+    return y, _recorded(saved, _overwritten(w13, w2, options))
 
 
 @operation
@@ -471,13 +498,25 @@ def _by_plan(
     """Forward of the experts, given a plan or placed rows."""
     recipe = options.precision
     if recipe.quantizes:
-        w13 = w13 if isinstance(w13, Quantized) else raw_quantize(w13, block=(128, 128), columnwise=True)
-        w2 = w2 if isinstance(w2, Quantized) else raw_quantize(w2, block=(128, 128), columnwise=True)
+        w13, w2 = _quantized(w13, options), _quantized(w2, options)
     y, fields = recipe.forward(x, w13, w2, bias13, plan, probs, options, gradients)
     if recipe.quantizes:
-        w13, w2 = w13 if options.recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
+        w13, w2 = _read_by_backward("w13", w13, options), _read_by_backward("w2", w2, options)
     saved = Saved(options, plan, w13=w13, w2=w2, bias13=bias13, **fields)
     return y, saved.needed_for(gradients)
+
+
+def _quantized(w: Any, options: LayerOptions) -> Quantized:
+    if isinstance(w, Quantized):
+        return w
+    codes = raw_quantize(w, block=(128, 128), columnwise=options.keeps_columnwise)
+    return codes if isinstance(codes, Quantized) else Quantized(codes)
+
+
+def _read_by_backward(name: str, w: Quantized, options: LayerOptions) -> Quantized:
+    """A forward's codes of a weight without those that its backward does not read."""
+    rowwise, columnwise = options.saved_orientations(name, w.columnwise is not None)
+    return Quantized(w.rowwise if rowwise else None, w.columnwise if columnwise else None)  # type: ignore[arg-type]
 
 
 @operation
@@ -631,6 +670,10 @@ def _backward_over_ranks(
     weights: Callable[[SavedForWeights], None],
 ) -> tuple[Any, Any]:
     """(dx, dprobs); ``weights`` is called with the operands of each chunk's weight gradients."""
+    if saved.later and saved.options.precision.quantizes:  # once for all chunks
+        needed = {"w13": of_inputs(gradients), "w2": of_h(gradients)}
+        derived: Any = {n: _with_columnwise(getattr(saved, n)) for n in needed if needed[n]}
+        saved = replace(saved, **derived)
     weights_of_all = {"w13": saved.w13, "w2": saved.w2, "bias13": saved.bias13}
     chunks = [saved, *(replace(chunk, **weights_of_all) for chunk in saved.later)]
     for number, chunk in enumerate(chunks[1:]):  # before anything is sent
@@ -650,6 +693,10 @@ def _backward_over_ranks(
         inputs=inputs,
         weights=lambda _: weights(pending_operands.pop()),
     )
+
+
+def _with_columnwise(w: Quantized) -> Quantized:
+    return replace(w, columnwise=transpose_codes(w.rowwise)) if w.columnwise is None else w
 
 
 def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | None) -> MoEGrads:

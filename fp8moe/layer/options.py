@@ -13,11 +13,13 @@ from fp8moe.records import Options
 from fp8moe.runtime import checks
 
 RECOMPUTE = None, "moe_expert"
+WEIGHT_COPIES = "both", "rowwise"
 
 
 class GemmArguments(TypedDict, total=False):
     backend: str | None
     num_sms: int | None
+    weight_copies: str
 
 
 class ArgumentsBesideRecipe(GemmArguments, total=False):
@@ -49,6 +51,8 @@ class LayerFields:
     """Kernels of the GEMMs, as in `fp8moe.grouped_gemm`; None: the fastest."""
     num_sms: int | None = None
     """Maximum number of multiprocessors that each GEMM may use; None: all."""
+    weight_copies: str = "both"
+    """Orientations of the FP8 weights that are kept: "both", or "rowwise", half the memory."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).__dataclass_fields__:
@@ -71,12 +75,14 @@ class LayerOptions(Options):
     recompute: str | None = None
     backend: str | None = None
     num_sms: int | None = None
+    weight_copies: str = "both"
 
     def __post_init__(self) -> None:
         checks.choice("recipe", self.recipe, RECIPES)
         checks.choice("recompute", self.recompute, RECOMPUTE)
         checks.options("activation", self.activation, Activation)
         checks.choice("backend", self.backend, BACKENDS)
+        checks.choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         object.__setattr__(self, "num_sms", check_limit(self.num_sms, self.backend))
 
     @property
@@ -94,6 +100,19 @@ class LayerOptions(Options):
     def limits_gemms(self) -> bool:
         """Whether the GEMMs are not free to use any backend and all multiprocessors."""
         return self.backend is not None or self.num_sms is not None
+
+    @property
+    def keeps_columnwise(self) -> bool:
+        """Whether FP8 weights are made and kept in both orientations; otherwise each backward derives the
+        column-wise codes."""
+        return self.weight_copies == "both"
+
+    def saved_orientations(self, name: str, has_columnwise: bool) -> tuple[bool, bool]:
+        """Whether the row-wise and the column-wise codes of a weight, "w13" or "w2", are saved for the
+        backward. dgrad multiplies by column-wise ones; row-wise ones are read by fc1 with recompute, or where
+        dgrad's are derived from them."""
+        columnwise = has_columnwise and self.keeps_columnwise
+        return not columnwise or (name == "w13" and self.recompute is not None), columnwise
 
     @property
     def gemm(self) -> dict[str, Any]:

@@ -27,14 +27,14 @@ from fp8moe.layer.permuted_rows import (
 )
 from fp8moe.ops.bias import raw_chunk_sums, sums_of_chunks
 from fp8moe.ops.grouped_gemm import raw_grouped_gemm, raw_grouped_gemm_wgrad
-from fp8moe.ops.quantize import columns_of, raw_dequantize, raw_quantize
+from fp8moe.ops.quantize import columns_of, raw_dequantize, raw_quantize, raw_transpose_codes
 from fp8moe.ops.swiglu import (
     raw_swiglu,
     raw_swiglu_backward,
     raw_swiglu_quantize,
     raw_swiglu_quantize_backward,
 )
-from fp8moe.records import QuantTensor
+from fp8moe.records import Quantized, QuantTensor
 from fp8moe.runtime import checks
 
 RecipeName = Literal["bf16", "fp8_blockwise", "fp8_flow"]
@@ -102,6 +102,12 @@ def _forward_fp8_flow(x, w13, w2, bias13, plan, probs, options, gradients):  # t
     return unpermute(rows_of_y, plan), saved
 
 
+def _columnwise(w: Quantized) -> QuantTensor:
+    """What dgrad multiplies by. Where only row-wise codes are kept it is derived from them, for one GEMM: the
+    last reference to it is that GEMM's argument."""
+    return raw_transpose_codes(w.rowwise) if w.columnwise is None else w.columnwise
+
+
 def _kept_h(h: Any, options: Any, gradients: Collection[str]) -> Any:
     return None if options.recompute or not of_h(gradients) else h
 
@@ -115,7 +121,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             a = _activate(h, saved.probs, plan, options.activation, transposed=True).columnwise
     if of_h(gradients):
         # dy is FP8 already: cast 2
-        da = permute_gemm(dy, saved.w2.columnwise, plan, **options.gemm).data
+        da = permute_gemm(dy, _columnwise(saved.w2), plan, **options.gemm).data
         sums = sums_of_chunks(h, plan) if "dbias13" in gradients else None
         transposed = "dw13" in gradients or sums is not None  # its kernel computes the sums
         grad = raw_swiglu_quantize_backward(
@@ -132,7 +138,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
         del da, grad
     if of_inputs(gradients):
-        dxe = raw_grouped_gemm(rowwise, saved.w13.columnwise, offsets, int32_counts(plan), **options.gemm)
+        dxe = raw_grouped_gemm(rowwise, _columnwise(saved.w13), offsets, int32_counts(plan), **options.gemm)
         del rowwise
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
@@ -200,14 +206,14 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
             a = raw_quantize(raw_swiglu(h, saved.probs, activation=options.activation))
     dout = _quantized(permute(dy, plan).data)  # cast 3
     if of_h(gradients):
-        da = raw_grouped_gemm(dout, saved.w2.columnwise, offsets, **options.gemm)
+        da = raw_grouped_gemm(dout, _columnwise(saved.w2), offsets, **options.gemm)
         grad = raw_swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
         sums = raw_chunk_sums(grad.dh, plan) if "dbias13" in gradients else None
         dh, dprobs_of_rows = raw_quantize(grad.dh), grad.dprobs  # cast 4
         del grad
     if of_inputs(gradients):
-        dxe = raw_grouped_gemm(dh, saved.w13.columnwise, offsets, **options.gemm)
+        dxe = raw_grouped_gemm(dh, _columnwise(saved.w13), offsets, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x, sums)
 

@@ -22,8 +22,8 @@ class Saved(Record):
     times smaller); fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted. h, a: fc1's output and the
     activation's output; None with recompute, which computes them again. fp8_flow: a is column-wise, [F, P] in
     (128, 128) blocks. w13, w2: the weights, as given or quantised. Quantised weights are saved without
-    row-wise codes that only the forward uses (always w2's; w13's unless recompute). bias13: the forward's, if
-    it had one. ``nbytes`` does not include the weights. overwritten: how often the codes of w13 and of w2 had
+    codes that the backward does not read (`LayerOptions.saved_orientations`). bias13: the forward's, if it
+    had one. ``nbytes`` does not include the weights. overwritten: how often the codes of w13 and of w2 had
     been overwritten (`quantize_weights` with ``out=``) when the forward read them; None for weights that the
     forward quantised. later: with ``overlap_chunks``, the records of the chunks after the first, without the
     weights.

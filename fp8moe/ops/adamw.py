@@ -104,7 +104,8 @@ def adamw(
     else:
         checks.like("out", codes := a.out, spec)
         checks.writable("out", codes, param=a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq, **given)
-        call.count_overwrite(codes.columnwise.data)
+        for q in (codes.rowwise, codes.columnwise):
+            call.count_overwrite(q.data)
     call.count_overwrite(a.param)
     arrays = a.param, a.grad, a.exp_avg, a.exp_avg_sq, a.step, a.settings
     options = {"parts": parts, "first": first, "of": of, "maximize": maximize}

@@ -33,16 +33,19 @@ QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
 _TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
-def _codes(q: QuantTensor | Quantized) -> Any:
-    return (q.columnwise if isinstance(q, Quantized) else q).data
+def _codes(q: QuantTensor | Quantized) -> list[Any]:
+    sides = (q.columnwise, q.rowwise) if isinstance(q, Quantized) else (q,)
+    return [side.data for side in sides if side is not None]
 
 
 def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None:
     """How often `quantize` has written to these codes with ``out=``: who keeps them to read them later
-    compares this number. None while only shapes are known, and for a record without codes, which the
-    operation that reads them refuses. ``name``: of the record, for errors."""
+    compares this number. Of both orientations, which it writes together, it is that of the column-wise codes.
+    None while only shapes are known, and for a record without codes, which the operation that reads them
+    refuses. ``name``: of the record, for errors."""
     if isinstance(q, Quantized):
-        q, name = q.columnwise, f"{name}.columnwise"
+        side = "rowwise" if q.columnwise is None else "columnwise"
+        q, name = getattr(q, side), f"{name}.{side}"
     if not isinstance(q, QuantTensor):
         return None
     codes = q.data
@@ -166,7 +169,8 @@ def raw_quantize(
     if out is None:
         out = call.empty(quantize_spec(x, fmt, block, layout, columnwise))
     else:
-        call.count_overwrite(_codes(out))
+        for codes in _codes(out):
+            call.count_overwrite(codes)
     call.run("quantize", "quantize", x, round_up=round_up, eps=eps, out=out)
     return out
 
@@ -180,6 +184,7 @@ def quantize_parts(
     rows: int | None = None,
     columns: int | None = None,
     transposed: bool = False,
+    columnwise: bool = True,
     out: Any = None,
 ) -> Any:
     """`fp8moe.quantize_weights` of arrays that the result's rows consist of, with zeros up to other sizes."""
@@ -189,6 +194,7 @@ def quantize_parts(
     if not arrays:
         raise ValueError("x: got an empty tuple; wanted an array, or a tuple of them")
     checks.flag("transposed", transposed)
+    columnwise = checks.flag("columnwise", columnwise)
     parts = checks.integer("parts", parts, 1)
     if isinstance(given, tuple):
         if parts not in (1, len(arrays)):
@@ -216,7 +222,8 @@ def quantize_parts(
         )
     whole = ArraySpec((experts, parts * rows, columns), arrays[0].dtype)
     checks.choice("fmt", fmt, FORMATS)
-    spec = quantize_spec(whole, fmt, (128, 128), "compact", columnwise=True)
+    spec = quantize_spec(whole, fmt, (128, 128), "compact", columnwise)
+    spec = spec if columnwise else Quantized(spec)
     if result is None:
         result = call.empty(spec)
     else:
@@ -225,7 +232,8 @@ def quantize_parts(
     counters.record_cast(weight=True)
     options = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
     if out is not None:
-        call.count_overwrite(_codes(result))
+        for codes in _codes(result):
+            call.count_overwrite(codes)
     call.run("quantize", "quantize_parts", arrays, out=result, **options)
     return result
 

@@ -53,6 +53,8 @@ def quantize(
     blocks restart at each expert; rows past the last offset are not written."""
     if isinstance(out, Quantized):
         quantize(x, round_up=round_up, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
+        if out.columnwise is None:
+            return
         if out.columnwise.block == (128, 128):
             transpose_codes(out.rowwise, out=out.columnwise)
         else:
