@@ -364,6 +364,27 @@ def test_recording_frees_temporaries_like_a_direct_call(monkeypatch, function, t
     assert len(dispatch.cached_recordings()) == 1
 
 
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+def test_temporaries_without_elements_have_an_address(monkeypatch):
+    """A launch that gets one needs it, also where the call allocates nothing else."""
+    cuda_on_cpu.install(monkeypatch)
+    replay = importlib.import_module("fp8moe.kernels_cuda.runtime.replay")
+    monkeypatch.setattr(replay.LOOP, "run", replay.loop)  # the compiled one would read past the addresses
+
+    @dispatch.operation
+    def of_no_rows(x, offsets, out):
+        y = fp8moe.dequantize(fp8moe.quantize(x))
+        return fp8moe.grouped_gemm_wgrad(y, y, offsets, out)
+
+    x, offsets = np.ones((0, 128), np.float32), np.zeros(2, np.int32)
+    before = RNG.standard_normal((1, 128, 128)).astype(np.float32)
+    for _ in range(2):
+        out = cuda_on_cpu.Array(before.copy())
+        of_no_rows(*map(cuda_on_cpu.upload, (x, offsets)), out)
+        assert same_bits(out.host, before)
+    assert [type(plan) for _, plan in dispatch.cached_recordings()] == [Recording]
+
+
 def cupy_array(shape, dtype, device=0, **options):
     """A CuPy array of memory on the CPU, that is not read."""
     cupy = pytest.importorskip("cupy")

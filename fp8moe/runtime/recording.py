@@ -527,7 +527,7 @@ def _pack(steps: list[Any], sizes: list[int], returned: Collection[int]) -> tupl
         if step < 0:
             del live[number]
             continue
-        wanted = _rounded(sizes[number])
+        wanted = _rounded(max(sizes[number], 1))  # also of no elements: a launch may get its address
         start = 0
         for first, end in sorted(live.values()):
             if first - start >= wanted:
