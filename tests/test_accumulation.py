@@ -18,7 +18,7 @@ import fp8moe.torch
 from fp8moe.adapters.torch import accumulation, grouped
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.sharding import local_of
-from fp8moe.torch import FP8FlowMoE, set_fuse_wgrad_accumulation
+from fp8moe.torch import FP8FlowMoE, gather_fp8, set_fuse_wgrad_accumulation
 
 T, H, F, E, K = 48, 128, 128, 4, 2
 BF16 = torch.bfloat16
@@ -564,8 +564,9 @@ def test_distributed_data_parallel(options, group):
 
 
 @pytest.mark.parametrize("needs_dx", [False, True])  # fully_shard reduces after it, or after the backward
+@pytest.mark.parametrize("gathered", ["masters", "codes"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_fully_shard_that_reduces_in_the_last_micro_batch(reduce_dtype, needs_dx, group):
+def test_fully_shard_that_reduces_in_the_last_micro_batch(reduce_dtype, gathered, needs_dx, group):
     """The unsharded gradients are added in the GEMM, unless fully_shard converts them to another dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -575,6 +576,8 @@ def test_fully_shard_that_reduces_in_the_last_micro_batch(reduce_dtype, needs_dx
         float32_gradients([layer.w13, layer.w2], lambda x=x, dy=dy: layer(x).backward(dy.to(BF16)))
         for x, _, _, dy in batches
     ]
+    if gathered == "codes":
+        gather_fp8(layer)
     fully_shard(layer, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     for number, (x, _, _, dy) in enumerate(batches):
         layer.set_requires_gradient_sync(number == 2)

@@ -167,7 +167,9 @@ def _grad_after(node: Any) -> Tensor | None:
         if not isinstance(grad, DTensor) or grad._spec != w._spec:
             return None
         w, grad = w._local_tensor, grad._local_tensor
-    if type(w) not in PLAIN or type(grad) not in PLAIN or not _is_accumulator(grad, w):
+    if not (type(w) in PLAIN or getattr(w, "has_plain_grad", False)) or type(grad) not in PLAIN:
+        return None
+    if not _is_accumulator(grad, w):
         return None
     try:
         accumulates = torch._C._will_engine_execute_node(node)

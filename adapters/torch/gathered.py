@@ -175,6 +175,7 @@ class GatheredFP8(Tensor):
     codes: Tensor
     scales: Tensor
     padding: Padding
+    has_plain_grad = True  # to which a GEMM may add
 
     @staticmethod
     def __new__(
