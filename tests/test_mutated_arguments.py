@@ -1,6 +1,7 @@
 """Each argument of every public function, and each field of its records, is replaced by something of another
 kind: the call works, or its error names that argument or field."""
 
+import importlib.util
 import inspect
 import random
 import re
@@ -41,6 +42,8 @@ OTHERS = {
     "complex": lambda: torch.ones(3, 3, dtype=torch.complex64),
     "sparse": lambda: torch.eye(3).to_sparse(),
 }
+#: what JAX differentiates; other functions of its door are the library's own
+JAX_NAMES = "permute", "permute_and_pad", "unpermute", "sort_chunks", "pad", "unpad", "swiglu", "route"
 REFUSALS = TypeError, ValueError, NotImplementedError
 #: torch reads the one itself; the others are other libraries' objects
 NOT_OURS = {"device", "comm", "process_group"}
@@ -69,6 +72,11 @@ def doors():
         yield f"moe_experts, {recipe}", fp8moe.torch.moe_experts, given | ids
         yield f"moe_experts_permuted, {recipe}", fp8moe.torch.moe_experts_permuted, given | counts
     yield "quantize_fp8_weights", quantize_fp8_weights, weights
+    if importlib.util.find_spec("jax") is not None:
+        jnp, jax_door = map(importlib.import_module, ("jax.numpy", "fp8moe.jax"))
+        for name in JAX_NAMES:
+            call = {n: map_arrays(jnp.asarray, a) for n, a in CALLS[name].items()}
+            yield f"jax.{name}", getattr(jax_door, name), call
     layer = FP8FlowMoE(128, 128, E, 2)
     yield "FP8FlowMoE.forward", layer.forward, x | ids
     yield "Router.forward", layer.router.forward, x | {"num_sequences": 1}

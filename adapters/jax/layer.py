@@ -128,6 +128,9 @@ def moe_experts(
     """
     how = options_of("moe_experts", options, activation=activation)
     layer = _Layer(how, checks.flag("transposed", transposed), axis_name, capacity, num_out_tokens)
+    names = axis_name if isinstance(axis_name, tuple) and axis_name else (axis_name,)
+    if axis_name is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name: got {type(axis_name).__name__}; wanted the name of a mesh's axis")
     if not isinstance(token_sharding, (jax.sharding.NamedSharding, type(None))):
         raise TypeError(f"token_sharding: got {type(token_sharding).__name__}; wanted a NamedSharding")
     if axis_name is None:

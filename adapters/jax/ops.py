@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.jax import calls as jax_calls
+from fp8moe.ops.permute import check_map_of_ids
 from fp8moe.records import (
     Options,
     PermutationPlan,
@@ -156,12 +158,27 @@ def traceable(function: Function) -> Function:
 
 
 def documented(core: Any, *differentiable: str) -> Callable[[Function], Function]:
-    """Gives a differentiable function the docstring of the core function."""
+    """Gives a differentiable function the docstring of the core function, and names its arguments in what
+    JAX raises for objects that are no arrays."""
+    signature = inspect.signature(core)
+    arrays = [n for n, p in signature.parameters.items() if re.search("Array|Rows|Plan", p.annotation)]
 
     def document(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return function(*arguments, **options)
+            except (TypeError, OverflowError):
+                given = signature.bind(*arguments, **options).arguments
+                for name in arrays:
+                    for leaf in jax.tree_util.tree_leaves(given.get(name)):
+                        if not _is_of_jax(leaf):
+                            raise no_jax_array(name, leaf) from None
+                raise
+
         note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` it is one operation of the program."
-        function.__doc__ = docstring_of(core, "jax.Array", note)
-        return function
+        call.__doc__ = docstring_of(core, "jax.Array", note)
+        return call  # type: ignore[return-value]
 
     return document
 
@@ -215,7 +232,7 @@ def permute(
     x, plan, probs = jax_calls.vary_alike(x, plan, probs)
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
     row_options: dict[str, Any] = {**dict(options), "layout": layout}
-    if layout != "compact" and not isinstance(x, QuantTensor):
+    if not (isinstance(layout, str) and layout == "compact") and not isinstance(x, QuantTensor):
         return _permute_op(x, plan, probs, **row_options)  # raises the ValueError of `fp8moe.permute`
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
         _, moved = _permute(no_columns(probs), probs, plan, options)
@@ -285,6 +302,7 @@ def permute_and_pad(
     if num_experts is None:
         plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
     else:
+        check_map_of_ids(routing_map, topk, num_experts)
         plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
     return permute(x, plan, probs, fill_padding=fill_padding, layout=layout)
 
@@ -481,6 +499,15 @@ def require_arrays(**values: Any) -> None:
     for name, a in values.items():
         if not isinstance(a, (jax.Array, np.ndarray)):
             raise no_jax_array(name, a)
+
+
+def _is_of_jax(x: Any) -> bool:
+    """Whether JAX takes an object for an array."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind in "biufcV"  # V: of ml_dtypes
+    return isinstance(x, (jax.Array, jax.core.Tracer, bool, float)) or (
+        isinstance(x, int) and -(2**31) <= x < 2**31
+    )
 
 
 def no_jax_array(name: str, x: Any) -> TypeError:

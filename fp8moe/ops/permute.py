@@ -199,18 +199,23 @@ def permute_and_pad(
         plan = raw_plan_routing_map(
             a.routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
         )
-    elif a.routing_map.dtype not in checks.INTEGERS:
-        raise TypeError(
-            f"num_experts: got {num_experts!r} with a routing_map of {a.routing_map.dtype.name}; wanted None "
-            "with a mask [T, E], or int32 or int64 ids [T, k]"
-        )
-    elif topk is not None:
-        raise ValueError("topk: got one with num_experts; wanted None, because ids [T, k] determine it")
     else:
+        check_map_of_ids(a.routing_map, topk, num_experts)
         num_experts = check_ids(call, "routing_map", a.routing_map, num_experts)
         plan = raw_plan_topk(a.routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
     options = _check_permute(a.x, plan, a.probs, fill_padding, False, layout)
     return raw_permute(a.x, plan, a.probs, **options)
+
+
+def check_map_of_ids(routing_map: Any, topk: Any, num_experts: Any) -> None:
+    """Check a routing map that comes with ``num_experts``."""
+    if routing_map.dtype not in checks.INTEGERS:
+        raise TypeError(
+            f"num_experts: got {num_experts!r} with a routing_map of {routing_map.dtype.name}; wanted None "
+            "with a mask [T, E], or int32 or int64 ids [T, k]"
+        )
+    if topk is not None:
+        raise ValueError("topk: got one with num_experts; wanted None, because ids [T, k] determine it")
 
 
 @operation
