@@ -64,12 +64,13 @@ extern "C" __global__ void fill_rows(const float* bias, const int* offsets, i64 
 // out[e, n, k] = sum over expert e's rows m of dy[m, n] * x[m, k], or += if accumulating. Column-wise codes
 // [N, rows] and [K, rows] with scales [block, N] and [block, K] or (by_blocks) [N / 128, blocks] and [K /
 // 128, blocks]; or plain arrays. `known`: number of blocks with scales; blocks beyond it give NaN, as do
-// experts that begin inside a 128 x 128 block. Grid (E * N, K / 128).
+// experts that begin inside a 128 x 128 block. pitch: rows of out from an expert to the next. Grid (E * N,
+// K / 128).
 extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_scales, i64 dy_fmt,
                                               const void* x, const float* x_scales, i64 x_fmt, i64 known,
                                               const int* offsets, i64 rows, i64 width, i64 depth,
-                                              i64 quantized, i64 by_blocks, i64 kind, i64 accumulate,
-                                              i64 out_kind, void* out) {
+                                              i64 quantized, i64 by_blocks, i64 kind, i64 pitch,
+                                              i64 accumulate, i64 out_kind, void* out) {
   pdl_wait();
   const i64 e = blockIdx.x / width, n = blockIdx.x % width;
   const i64 k = (i64)blockIdx.y * blockDim.x + threadIdx.x;
@@ -101,7 +102,7 @@ extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_sc
     }
     total += part;
   }
-  const i64 at = (e * width + n) * depth + k;
+  const i64 at = (e * pitch + n) * depth + k;
   double result = kind == F64 && !quantized ? wide : (double)total;
   if (accumulate) result += load_wide(out, at, (int)out_kind);
   store(out, at, (int)out_kind, result);

@@ -222,18 +222,23 @@ def grouped_gemm_wgrad(
     tokens_per_expert: Any,
     *,
     accumulate: bool,
+    first: int = 0,
     backend: str | None,
     num_sms: int | None,
     out: Any,
 ) -> None:
+    experts, pitch, depth = out.shape
+    if pitch != dy.shape[1]:  # rows of out from `first` on, of each expert
+        out = out.part(first * depth, (experts * pitch * depth - first * depth,))
     product = product_of_wgrad(dy, x, expert_offsets, out)
     chosen = _chosen(product, backend, num_sms)
+    options = {"accumulate": accumulate, "pitch": pitch, "out": out}
     if chosen == "plain":
-        _plain_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
-    else:
-        module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        options = _options(chosen, product, num_sms, tokens_per_expert)
-        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **options)
+        _plain_wgrad(dy, x, expert_offsets, **options)
+        return
+    module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
+    options |= _options(chosen, product, num_sms, tokens_per_expert)
+    module.grouped_gemm_wgrad(dy, x, expert_offsets, **options)
 
 
 def _options(chosen: str, product: Product, num_sms: int | None, tokens_per_expert: Any) -> dict[str, Any]:
@@ -276,8 +281,8 @@ def _plain(x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w: bool,
     )
 
 
-def _plain_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
-    experts, width, depth = out.shape
+def _plain_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, pitch: int, out: Any) -> None:
+    experts, width, depth = expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]
     quantized = isinstance(dy, QuantTensor)
     rows, blocks = dy.shape[0], quantized and dy.transposed
     # number of column-wise scale blocks
@@ -297,6 +302,7 @@ def _plain_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out:
         quantized,
         blocks,
         0 if quantized else KINDS[dy.dtype],
+        pitch,
         accumulate,
         KINDS[out.dtype],
         out,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from backends import GPU, only_on_cpu, only_on_gpu, over
+from backends import GPU, ON_CPU, only_on_cpu, only_on_gpu, over
 from cases import (
     BF16,
     SEED,
@@ -30,6 +30,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
+from fp8moe.ops.grouped_gemm import raw_grouped_gemm_wgrad, raw_grouped_gemm_wgrad_of_parts
+from fp8moe.ops.quantize import columns_of
+from fp8moe.runtime.dispatch import operation
 
 RNG = generator()
 COUNTS = st.lists(st.sampled_from((0, 1, 2, 127, 128, 129, 256)), min_size=1, max_size=6)
@@ -310,6 +313,68 @@ def test_products_of_codes(backend, gemm, counts, width, depth, fmts):
         assert_close(pair, 2.0**-8)
         assert not pair[1][offsets[-1] :].astype(np.float32).any()
     wgrad_agrees(backend, [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)], offsets, gemm)
+
+
+@operation
+def wgrad_of_halves(dy, x, offsets, out, width, backend):
+    """The first columns of each half of dy, whose others are padding."""
+    parts = [columns_of(dy, first, width) for first in (0, dy.shape[1] // 2)]
+    options = {"dtype": "bfloat16", "tokens_per_expert": None, "backend": backend, "num_sms": None}
+    return raw_grouped_gemm_wgrad_of_parts(parts, x, offsets, out, **options)
+
+
+@over(
+    "gemm, counts, width, depth",
+    on_cpu=[(gemm, [128, 0, 256], 136, 144) for gemm in ("wgmma", "mma", "plain")],
+    on_gpu=[
+        (gemm, [128, 0, 2560, 0], width, 1280)
+        for gemm in ("wgmma", "mma", "plain", "cublas")
+        for width in (136, 320, 2880)
+    ],
+)
+def test_gradients_of_both_halves_in_one_array(backend, gemm, counts, width, depth):
+    """Each has the bits of a gradient of its own, new in bfloat16 and added to float32."""
+    backend.skip_without(gemm)
+    offsets, whole = offsets_of(counts), -(-width // 128) * 128
+    rows = int(offsets[-1]) + 128
+    dy, x = (
+        fp8moe.scaling_aware_transpose(
+            fp8moe.quantize(values(RNG, (rows, n))), offsets, target="block", align_size=128
+        )
+        for n in (2 * whole, depth)
+    )
+    before = values(RNG, (len(counts), 2 * width, depth))
+
+    def alone(dy, x, offsets, out, width, backend):
+        return [
+            wgrad_of_one(dy, x, offsets, None if out is None else out[i], first, width, backend)
+            for i, first in enumerate((0, whole))
+        ]
+
+    halves = [np.ascontiguousarray(before[:, i * width : (i + 1) * width]) for i in (0, 1)]
+    for target, parts in ((None, None), (before, halves)):
+        given = [dy, x, offsets]
+        if backend is ON_CPU:
+            with pytest.MonkeyPatch.context() as patch:
+                backend.start(patch, architecture="sm_90a", multiprocessors=2)
+                got, apart = in_place(backend, gemm, given, target, parts, width, alone)
+        else:
+            got, apart = in_place(backend, gemm, given, target, parts, width, alone)
+        assert_same(got, np.concatenate(apart, axis=1))
+
+
+def in_place(backend, gemm, given, target, parts, width, alone):
+    given = [backend.upload(a) for a in given]
+    out = None if target is None else backend.upload(target.copy())
+    outs = None if parts is None else [backend.upload(a) for a in parts]
+    got = wgrad_of_halves(*given, out, width, gemm)
+    return backend.download(got), [backend.download(a) for a in alone(*given, outs, width, gemm)]
+
+
+@operation
+def wgrad_of_one(dy, x, offsets, out, first, width, backend):
+    options = {"dtype": "bfloat16", "backend": backend}
+    return raw_grouped_gemm_wgrad(columns_of(dy, first, width), x, offsets, out, **options)
 
 
 @over(

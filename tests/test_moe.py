@@ -279,7 +279,12 @@ def test_weights_half_accumulates_and_validates():
     bad = [
         ({"dw2": np.zeros((4, 128, 128), np.float32)}, ValueError, "dw2: got shape"),
         ({"dw13": np.zeros((4, 512, 128), np.int32)}, TypeError, "dw13: got dtype int32"),
-        ({"ffn": 200}, ValueError, "dw13: got one with ffn=200; wanted two"),
+        ({"ffn": 257}, ValueError, "ffn: got 257"),
+        (
+            {"ffn": 200, "dw13": np.zeros((4, 512, 128), np.float32)},
+            ValueError,
+            r"dw13: got .* wanted \[4, 400, 128\]",
+        ),
         ({"ffn": 257, "dw13": (None, None)}, ValueError, "ffn: got 257"),
         ({"dtype": "int8"}, ValueError, "dtype"),
     ]
@@ -333,6 +338,12 @@ def test_gradients_of_w1_and_w3_as_a_pair(ffn, recompute):
         assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
     into = [np.random.default_rng(10).standard_normal(w.shape).astype(np.float32) for w in wanted]
     before = [w.copy() for w in into]
+    if ffn != 128:  # in one array, without the padding after each half
+        assert same_bits(fp8moe.moe_backward(saved, dy, **options).dw13, np.concatenate(apart.dw13, axis=1))
+        one = np.concatenate(into[:2], axis=1)
+        assert fp8moe.moe_backward(saved, dy, dw13=one, **options).dw13 is one
+        total = np.concatenate([a + b for a, b in zip(before[:2], apart.dw13, strict=True)], axis=1)
+        np.testing.assert_allclose(one, total, rtol=2.0**-22, atol=2.0**-22)
     added = fp8moe.moe_backward(saved, dy, dw13=(into[0], into[1]), dw2=into[2], **options)
     assert added.dw13[0] is into[0]
     for actual, old, new in zip(into, before, (*apart.dw13, apart.dw2), strict=True):
@@ -359,8 +370,6 @@ def test_gradients_of_padded_weights_without_a_gate():
 def test_invalid_gradient_pairs_raise():
     inputs, dy = layer_inputs(9)
     _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
-    with pytest.raises(ValueError, match="dw13: got one with ffn=100; wanted two, of w1 and w3"):
-        fp8moe.moe_backward(saved, dy, ffn=100)
     with pytest.raises(ValueError, match="ffn: got 129"):
         fp8moe.moe_backward(saved, dy, dw13=(None, None), ffn=129)
     with pytest.raises(ValueError, match=r"dw13\[1\]: got shape"):

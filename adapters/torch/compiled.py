@@ -32,7 +32,6 @@ from fp8moe.adapters.torch.halves import is_asked_for, keeps_graph, leaves_not_a
 from fp8moe.adapters.torch.library import like, operator, spec_of
 from fp8moe.adapters.torch.main_grad import (
     OF_WEIGHTS,
-    computes_halves,
     main_grad_of,
     set_added,
     weight_gradients,
@@ -151,25 +150,21 @@ def fake_gradients(
     options: Options,
 ) -> tuple[Tensor, ...]:
     """Results of the backward operators. saved_tensors: None if their shapes depend on other ranks' rows."""
-    halves = computes_halves(options)
     _, saved_like = results_of(specs_of(dy, ids, probs, saved_weights(options, backward_weights)), options)
     specs = arrays_in(saved_like) if saved_tensors is None else [spec_of(t) for t in saved_tensors]
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
         saved = saved_of(saved_like, rest[: len(specs)], rest[len(specs) :], options)
-        dw13 = (None, None) if halves else None
+        dw13 = (None, None) if options.w13_is_pair else None
         return fp8moe.moe_backward(
             saved, dy, dw13=dw13, ffn=options.ffn, gradients=names_of(options.gradients)
         )
 
     g = result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in backward_weights)])
     grads = [_no_gradient(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
-    parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
+    parts = g.dw13 if isinstance(g.dw13, tuple) else (g.dw13, None)
     shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]
-    if halves and not options.w13_is_pair and shapes[0] is not None:
-        experts, half, hidden = shapes[0]
-        shapes[:2] = (experts, 2 * half, hidden), None
     for shape, main, dtype, zero in zip(
         shapes, targets[:3], _dtypes(targets), targets.return_zeros, strict=True
     ):

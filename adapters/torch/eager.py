@@ -35,7 +35,6 @@ from fp8moe.adapters.torch.halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch.library import dispatch_modes, once_differentiable, operator
 from fp8moe.adapters.torch.main_grad import (
     OF_WEIGHTS,
-    computes_halves,
     main_grads_of,
     set_added,
     shared_zeros,
@@ -226,8 +225,6 @@ def _accumulators(ctx: Any, source: Saved | SavedForWeights) -> list[Tensor | No
     following = zip(ctx.names, ctx.next_functions, strict=False)
     nodes = iter([node for name, (node, _) in following if name in OF_WEIGHTS])
     grads = accumulators_of(ctx, [None if dtype is None else next(nodes) for dtype in ctx.dtypes[0]])
-    if computes_halves(ctx.options) and not ctx.options.w13_is_pair:
-        grads[0] = None  # both halves are computed first
     return grads
 
 

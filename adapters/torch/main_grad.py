@@ -74,37 +74,19 @@ def shared_zeros(main: Tensor, dtype: torch.dtype) -> Tensor:
     return cached.detach()
 
 
-def computes_halves(options: Options) -> bool:
-    """Whether the gradients of gates and ups are computed as a pair: if the weights are a pair, or if padding
-    must be cut from each half."""
-    return options.w13_is_pair or (options.ffn is not None and options.layer.activation.gated)
-
-
 def weight_gradients(
     backward: Any, source: Saved | SavedForWeights, targets: Any, dtypes: Any, options: Options
 ) -> list[Tensor | None]:
     """dx, dprobs, dw13 (or dw1), dw3, dw2 and dbias13; one with an entry in ``targets``, a ``main_grad`` or a
     ``grad``, is added to it. backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
-    in_halves = computes_halves(options)
     target13, target3, target2 = targets
-    halves = (target13, target3) if options.w13_is_pair else (None, None)
-    # added below, not by the product, which adds sums in float32
-    added_later = in_halves and not options.w13_is_pair and target13 is not None
     # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
-    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later and not added_later
+    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later
     g = backward(
-        dw13=halves if in_halves else target13,
+        dw13=(target13, target3) if options.w13_is_pair else target13,
         dw2=target2,
         dtype="bfloat16" if all_bfloat16 else "float32",
         ffn=options.ffn,
     )
-    if g.dw13 is None or not in_halves:
-        return [g.dx, g.dprobs, g.dw13, None, g.dw2, g.dbias13]
-    if options.w13_is_pair:
-        return [g.dx, g.dprobs, *g.dw13, g.dw2, g.dbias13]
-    if target13 is None:
-        with torch.autocast(g.dw13[0].device.type, enabled=False):  # of float16 it would reject bfloat16
-            return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2, g.dbias13]
-    for half, added in zip(target13.chunk(2, dim=1), g.dw13, strict=True):
-        half.add_(added)
-    return [g.dx, g.dprobs, target13, None, g.dw2, g.dbias13]
+    of_w13 = g.dw13 if isinstance(g.dw13, tuple) else (g.dw13, None)
+    return [g.dx, g.dprobs, *of_w13, g.dw2, g.dbias13]

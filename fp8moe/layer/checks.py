@@ -593,13 +593,9 @@ def _check_outputs(
         raise ValueError(f'{argument} with recipe {recipe.name!r}; wanted "fp8_flow"')
     shape_w13, shape_w2 = weight_shapes
     if ffn is not None:
-        if not separate and gated:
-            raise ValueError(
-                f"dw13: got one with ffn={ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
-            )
         if shape_w13 is not None:
             checks.integer("ffn", ffn, 1, activation.width(shape_w13[1]))
-            shape_w13 = shape_w13[0], ffn, shape_w13[2]
+            shape_w13 = shape_w13[0], ffn if separate else activation.columns(ffn), shape_w13[2]
         if shape_w2 is not None:
             checks.integer("ffn", ffn, 1, shape_w2[2])
             shape_w2 = *shape_w2[:2], ffn

@@ -606,7 +606,7 @@ def moe_backward(
         Dtype of new weight gradients; "bfloat16" is not allowed with ``overlap_chunks``.
     ffn : int or None
         F without the zeros that `quantize_weights` appended; the weight gradients have this size. For
-        "fp8_flow" only, and for gated activations only with dw13 as a tuple.
+        "fp8_flow" only.
     comm : Comm or None
         The forward's ``comm``.
     gradients : collection of str

@@ -26,7 +26,11 @@ from fp8moe.layer.permuted_rows import (
     unpermute_backward,
 )
 from fp8moe.ops.bias import raw_chunk_sums, sums_of_chunks
-from fp8moe.ops.grouped_gemm import raw_grouped_gemm, raw_grouped_gemm_wgrad
+from fp8moe.ops.grouped_gemm import (
+    raw_grouped_gemm,
+    raw_grouped_gemm_wgrad,
+    raw_grouped_gemm_wgrad_of_parts,
+)
 from fp8moe.ops.quantize import columns_of, raw_dequantize, raw_quantize, raw_transpose_codes
 from fp8moe.ops.swiglu import (
     raw_swiglu,
@@ -158,16 +162,13 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     if dh is None:
         return None, dw2
     transposed = permute_transpose(x, plan, target=_TARGET)
-    parts = _parts_of_dh(dh, dw13, ffn)
-    sums = [raw_grouped_gemm_wgrad(half, transposed, offsets, out, **options) for half, out in parts]
-    return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
-
-
-def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:
-    """(columns of dh, accumulator of their gradient) for w13, or for w1 and w3 separately."""
-    outs = parts_of(dw13)
-    width = dh.shape[1] // len(outs)
-    return [(columns_of(dh, i * width, ffn or width), out) for i, out in enumerate(outs)]
+    count = len(dw13) if isinstance(dw13, tuple) else operands.options.activation.columns(1) if ffn else 1
+    width = dh.shape[1] // count
+    parts = [columns_of(dh, i * width, ffn or width) for i in range(count)]
+    if not isinstance(dw13, tuple):  # with gates, and padded: without the padding after each half
+        return raw_grouped_gemm_wgrad_of_parts(parts, transposed, offsets, dw13, **options), dw2
+    both = zip(parts, dw13, strict=True)
+    return tuple(raw_grouped_gemm_wgrad(dh, transposed, offsets, out, **options) for dh, out in both), dw2
 
 
 def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untyped-def]

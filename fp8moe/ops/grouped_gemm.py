@@ -380,12 +380,36 @@ def raw_grouped_gemm_wgrad(
     num_sms: int | None = None,
     tokens_per_expert: Any = None,
 ) -> Any:
-    call, accumulate = current.call, out is not None
-    if out is None:
-        shape = expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]
-        out = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
-    options = {"accumulate": accumulate, "backend": backend, "num_sms": num_sms}
-    call.run(
-        "grouped_gemm", "grouped_gemm_wgrad", dy, x, expert_offsets, tokens_per_expert, **options, out=out
+    return raw_grouped_gemm_wgrad_of_parts(
+        [dy],
+        x,
+        expert_offsets,
+        out,
+        dtype=dtype,
+        backend=backend,
+        num_sms=num_sms,
+        tokens_per_expert=tokens_per_expert,
     )
+
+
+def raw_grouped_gemm_wgrad_of_parts(
+    parts: list[Any],
+    x: Any,
+    expert_offsets: Any,
+    out: Any = None,
+    *,
+    dtype: str,
+    tokens_per_expert: Any,
+    **gemm: Any,
+) -> Any:
+    """The gradients of several dy of equal widths, FP8 if there are several, one after the other in each
+    expert's rows of out."""
+    call, accumulate, width = current.call, out is not None, parts[0].shape[1]
+    if out is None:
+        shape = expert_offsets.shape[0] - 1, len(parts) * width, x.shape[1]
+        out = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
+    for i, dy in enumerate(parts):
+        options = {"accumulate": accumulate, "first": i * width, **gemm}
+        arguments = dy, x, expert_offsets, tokens_per_expert
+        call.run("grouped_gemm", "grouped_gemm_wgrad", *arguments, **options, out=out)
     return out

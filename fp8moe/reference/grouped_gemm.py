@@ -93,10 +93,12 @@ def grouped_gemm_wgrad(
     tokens_per_expert: np.ndarray | None,
     *,
     accumulate: bool,
+    first: int = 0,
     backend: str | None,
     num_sms: int | None,
     out: np.ndarray,
 ) -> None:
+    out = out[:, first : first + dy.shape[1]]
     rows, transposed = dy.shape[0], isinstance(dy, QuantTensor) and dy.transposed
     first_block = 0
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, rows)):

@@ -73,16 +73,19 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w:
         )
 
 
-def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
+def grouped_gemm_wgrad(
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, pitch: int, out: Any
+) -> None:
     dy, x = _plain(dy, expert_offsets), _plain(x, expert_offsets)
+    width, depth = dy.shape[1], x.shape[1]
     if not accumulate:
-        fill_bytes(out, 0)
-    _, width, depth = out.shape
+        for e in range(expert_offsets.shape[0] - 1 if pitch != width else 1):
+            fill_bytes(out.part(e * pitch * depth, (width, depth)) if pitch != width else out, 0)
     multiply = _multiplier(x, dy, out)
     for e, first, rows in _experts(expert_offsets, dy.shape[0]):
         operands = (first * depth, depth), (first * width, width)
         multiply(
-            NONE, TRANSPOSED, depth, width, rows, 1.0, *operands[0], *operands[1], e * width * depth, depth
+            NONE, TRANSPOSED, depth, width, rows, 1.0, *operands[0], *operands[1], e * pitch * depth, depth
         )
 
 

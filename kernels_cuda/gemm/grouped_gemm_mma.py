@@ -95,7 +95,9 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w:
     )
 
 
-def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
+def grouped_gemm_wgrad(
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, pitch: int, out: Any
+) -> None:
     product = product_of_wgrad(dy, x, expert_offsets, out)
     if isinstance(dy, QuantTensor):
         defines: tuple[str, ...] = *_formats(dy, x), f"BLOCKS={int(product.blocks)}"
@@ -115,6 +117,7 @@ def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool
         product.rows,
         product.width,
         product.depth,
+        pitch,
         accumulate,
         KINDS[out.dtype],
         out,

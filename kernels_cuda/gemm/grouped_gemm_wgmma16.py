@@ -103,9 +103,10 @@ def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
 
 
 def grouped_gemm_wgrad(
-    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, num_sms: int | None, out: Any
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, pitch: int, num_sms: int | None, out: Any
 ) -> None:
     experts, width, depth = out.shape
+    assert pitch == width  # parts of an array are written of FP8 operands alone
     _launch(
         "grouped_gemm_wgrad",
         "grouped_gemm_wgrad_wgmma16",

@@ -115,10 +115,10 @@ def grouped_gemm_wgrad(
     *,
     tokens_per_expert: Any,
     accumulate: bool,
+    pitch: int,
     num_sms: int | None,
     out: Any,
 ) -> None:
-    experts, width, depth = out.shape
     _launch_tiles(
         "grouped_gemm_wgrad",
         "grouped_gemm_wgrad_wgmma",
@@ -135,10 +135,10 @@ def grouped_gemm_wgrad(
         min(dy.scales.shape[0], x.scales.shape[0]),
         expert_offsets,
         tokens_per_expert,
-        experts,
-        dy.shape[0],
-        width,
-        depth,
+        expert_offsets.shape[0] - 1,
+        *dy.shape,
+        x.shape[1],
+        pitch,
         accumulate,
         KINDS[out.dtype],
         out,

@@ -15,13 +15,14 @@
 //   and `known` of them have scales (the others give NaN); or (BLOCKS) scales [ceil(width / 128), ceil(rows /
 //   128)] and [ceil(depth / 128), ...], where experts whose first row is not a multiple of 128 give NaN. out
 //   [experts, width, depth] of any dtype.
+// pitch: rows of out from an expert to the next.
 // Requires: nothing of shapes and offsets. Operand rows or experts that are not 16-byte aligned are read
 //   value by value.
 // Launch: one thread block of THREADS per tile: experts * ceil(width / ROWS) * ceil(depth / COLUMNS).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_wgrad_mma(const void* dy, const float* dy_scales, const void* x, const float* x_scales,
                            i64 known, const int* offsets, i64 experts, i64 rows, i64 width, i64 depth,
-                           i64 accumulate, i64 out_kind, void* out) {
+                           i64 pitch, i64 accumulate, i64 out_kind, void* out) {
   pdl_wait();
   DYNAMIC_SHARED(memory);
   const i64 high = blocks_of(width, ROWS), wide = blocks_of(depth, COLUMNS);
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // in shared memory, as the main loop needs all registers
   __shared__ i64 tile[3];
   if (threadIdx.x == 0)
-    tile[0] = (e * width + row) * depth + column, tile[1] = width - row, tile[2] = depth - column;
+    tile[0] = (e * pitch + row) * depth + column, tile[1] = width - row, tile[2] = depth - column;
   const int steps = (int)blocks_of(hi - lo, STEP);
   Sums sums;
   clear(sums);

@@ -33,9 +33,10 @@ __device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7
 // out[e, n, k] = sum over the rows r of expert e of dy[r, n] x[r, k], or += if accumulating.
 // Arguments: dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales
 //   [blocks, depth], where blocks of 128 rows restart at each expert and `known` of them have scales; out
-//   float32 or bfloat16 [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)],
-//   x_scales likewise; experts with rows whose first is not a multiple of 128 give NaN; `real`: each expert's
-//   number of rows without padding, or null. Padding is zeros; groups of 32 rows of it are not multiplied.
+//   float32 or bfloat16 [experts, width, depth], an expert's rows `pitch` rows after the last one's. BLOCKS:
+//   dy_scales [ceil(width / 128), ceil(rows / 128)], x_scales likewise; experts with rows whose first is not
+//   a multiple of 128 give NaN; `real`: each expert's number of rows without padding, or null. Padding is
+//   zeros; groups of 32 rows of it are not multiplied.
 // Requires: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts whose first row is not a
 //   multiple of 16 are slow; multiples of 128 are fastest.
 // Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
@@ -45,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
                              const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
-                             const int* real, i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate,
-                             i64 out_kind, void* out, int* counter) {
+                             const int* real, i64 experts, i64 rows, i64 width, i64 depth, i64 pitch,
+                             i64 accumulate, i64 out_kind, void* out, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     } else {
       for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
         const bool none = accumulate && steps_of(tile.expert) == 0;
-        const i64 at = (tile.expert * width + tile.row) * depth + tile.column();
+        const i64 at = (tile.expert * pitch + tile.row) * depth + tile.column();
         const int count = none ? 0 : min((int)width - tile.row, (int)work.halves(tile.number) * 64);
         const int columns = (int)depth - tile.column();
         if (out_kind == F32)  // the upper half; the consumers store the lower half themselves
@@ -217,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       // accumulator i of a half is in row `row` + 64 half (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = tile.row + (int)my_row, column = tile.column() + (int)my_column;
       const int high_left = (int)width - row, wide_left = (int)depth - column;
-      const i64 at = (tile.expert * width + row) * depth + column;
+      const i64 at = (tile.expert * pitch + row) * depth + column;
       if (out_kind == F32) {
         // The lower half first: its stores are in flight while the upper half is written to shared memory.
         // The opposite order took 3 % longer, both halves by direct stores 2 %.

@@ -56,7 +56,7 @@ def product_of_sum(addend: Any, a: Any, b: Any, out: Any) -> Product:
 
 
 def product_of_wgrad(dy: Any, x: Any, expert_offsets: Any, out: Any) -> Product:
-    experts, width, depth = out.shape
+    experts, width, depth = expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]
     blocks = isinstance(dy, QuantTensor) and dy.transposed
     read = (dy.data, x.data) if blocks else (dy, x)  # scalar loads of block scales need no alignment
     return Product(
