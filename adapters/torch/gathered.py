@@ -114,7 +114,7 @@ class SentAsFP8(Tensor):
         if padding.masters_because != because:
             padding.masters_because = because
             if because:
-                _log.warning("gather_fp8: fully_shard gathers the masters of %s", padding)
+                _log.warning("gather_fp8: fully_shard gathers %s", padding)
         if (
             mp_policy.param_dtype is not None
         ):  # the codes are those of gathered masters, which have this dtype
