@@ -140,8 +140,7 @@ def moe_forward(
     num_sms: int | None = None,
     weight_copies: str = "both",
 ) -> tuple[Any, Saved]:
-    """Forward of the expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t] +
-    bias13[e]).
+    """The expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t] + bias13[e]).
 
     Parameters
     ----------
