@@ -455,6 +455,29 @@ def test_a_bias_that_trains_alone(recipe):
             call(x, bias, *codes)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])  # a BLAS sums by the number of rows
+def test_biases_in_chunks_of_a_batch(recipe):
+    """The gradients of the biases are the chunks' sums; y and the rows' gradients have the same bits."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    leaves = [x, probs, torch.cat((w1, w3), dim=1), w2, torch.randn(E, 2 * F), torch.randn(E, H)]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        in_chunks = fp8moe.torch.ProcessGroup(overlap_chunks=3)
+        for recompute in (None, "moe_expert"):
+
+            def call(x, probs, w13, w2, bias13, bias2, comm=None, recompute=recompute):
+                options = {"recipe": recipe, "recompute": recompute, "bias13": bias13, "bias2": bias2}
+                return moe_experts(x, w13, w2, ids, probs, comm=comm, **options)
+
+            whole = results(call, leaves, dy)
+            apart = results(lambda *a, call=call: call(*a, comm=in_chunks), leaves, dy)
+            for i, (a, b) in enumerate(zip(apart, whole, strict=True)):
+                # the same float32 values, of at most K T rows, in another order
+                assert (a - b).norm() <= (i > 2) * ids.numel() * 2.0**-24 * b.norm()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("of", ["functional", "torch_ops", "core", "quantize", "float8"])
