@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import BF16, assert_same, generator, layer_inputs, same_bits
+from backends import on_cuda
+from cases import BF16, assert_same, generator, layer_inputs, same_bits, values
 
 import fp8moe
 import fp8moe.torch
@@ -174,6 +175,24 @@ def test_chunks_derive_once(group, recipe, monkeypatch):
         assert traced.launches["transpose_codes"] == (2 if copies == "rowwise" else 0)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@on_cuda
+def test_by_kernels_and_recordings(backend, monkeypatch):
+    """Poisoned memory; the second call of each is a recording's."""
+    backend.start(monkeypatch)
+    x, w13, w2, dy = (values(RNG, s, BF16) for s in ((5, 128), (2, 256, 128), (2, 128, 128), (5, 128)))
+    rows = np.array([3, 2], np.int32), RNG.random(5, np.float32)
+    *layer, dy = map(backend.upload, (x, w13, w2, *rows, dy))
+    results = []
+    for copies in ("both", "rowwise", "rowwise"):
+        y, saved = fp8moe.moe_forward_permuted(*layer, weight_copies=copies)
+        with fp8moe.trace() as traced:
+            grads = fp8moe.moe_backward(saved, dy)
+        assert traced.launches["transpose_codes"] == (2 if copies == "rowwise" else 0)
+        results.append(backend.download((y, grads)))
+    assert_gradients(*results[:2])
+    assert_gradients(*results[1:])
 
 
 # ---------------------------------------------------------------- torch
