@@ -294,6 +294,7 @@ def test_a_graph_that_has_saved_the_old_grad_notices():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_layers_on_two_streams():
     """One adds in its GEMM; the gradient of the other is separate, and autograd adds it afterwards."""
     with torch.device("cuda"):

@@ -261,9 +261,9 @@ def step(
         g, operands = fp8moe.moe_backward_input(saved, dy, gradients=gradients)
         del saved
         of_weights = fp8moe.moe_backward_weight(operands, dtype=dtype)
-        return [y, g.dx, g.dprobs, *(getattr(of_weights, n) for n in EVERY[2:])]
+        return y, g.dx, g.dprobs, *(getattr(of_weights, n) for n in EVERY[2:])
     g = fp8moe.moe_backward(saved, dy, gradients=gradients, dtype=dtype)
-    return [y, *(getattr(g, n) for n in EVERY)]
+    return y, *(getattr(g, n) for n in EVERY)
 
 
 def close_to_exact(results, inputs, dy, recipe, activation):
