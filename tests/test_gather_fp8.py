@@ -36,16 +36,17 @@ from fp8moe.torch import (
 )
 
 T, H = 40, 256
+DEVICE = "cpu"  # of a process on two GPUs another one
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def layer_of(experts=4, ffn=128, **options):
     torch.manual_seed(0)
-    return FP8FlowMoE(H, ffn, num_experts=experts, topk=2, **options)
+    return FP8FlowMoE(H, ffn, num_experts=experts, topk=2, **{"device": DEVICE, **options})
 
 
 def rows(seed):
-    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def first(*sizes):
@@ -53,7 +54,7 @@ def first(*sizes):
     if sizes == (1,):  # each rank's own
         return first(2, 1)["shards"]
     names = ("replicas", "shards")[-len(sizes) :]
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
 
 
 # ---------------------------------------------------------------- on two ranks
@@ -138,7 +139,7 @@ def trains_as_with_gathered_masters(rank, folder):
         return lambda model: fully_shard(model, mesh=first(*mesh), shard_placement_fn=place, **options)
 
     def block(**options):
-        return lambda: nn.Sequential(nn.LayerNorm(H), layer_of(**options))
+        return lambda: nn.Sequential(nn.LayerNorm(H, device=DEVICE), layer_of(**options))
 
     fused, foreach = {"fused": True}, {"foreach": True}
     for name, (experts, ffn, place) in SHARDINGS.items():
@@ -198,7 +199,7 @@ def sends_a_byte_a_weight(rank, folder):
         layer = gather_fp8(layer_of(experts, ffn, router=False))
         fully_shard(layer, mesh=first(2), shard_placement_fn=place, reshard_after_forward=reshard)
         layer.set_custom_all_gather(counted := Counted())
-        layer(rows(rank), ids, torch.full((T, 2), 0.5)).sum().backward()
+        layer(rows(rank), ids.to(DEVICE), torch.full((T, 2), 0.5, device=DEVICE)).sum().backward()
         width = -(-ffn // 128) * 128
         codes = experts * 3 * width * H
         scales = 4 * codes // 128**2 if place is None else 0  # of other shardings they travel by themselves
@@ -268,7 +269,7 @@ def keeps_checkpoints(rank, folder):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    state = torch.load(buffer, weights_only=True)
+    state = torch.load(buffer, weights_only=True, map_location=DEVICE)
     full = get_model_state_dict(layer, options=whole)
     alone = layer_of()
     alone.load_state_dict(full)
@@ -300,7 +301,7 @@ def keeps_checkpoints(rank, folder):
         set_model_state_dict(other, loaded["model"])
         assert torch.equal(output(other), y)
     empty = fully_shard(gather_fp8(layer_of(device="meta")), mesh=mesh)
-    empty.to_empty(device="cpu")
+    empty.to_empty(device=DEVICE)
     for model in (empty, alone):
         torch.manual_seed(0)
         model.reset_parameters()
@@ -317,9 +318,14 @@ CHECKS = (
 )
 
 
-def two_ranks(rank, folder, checks):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    for check in checks:
+def two_ranks(rank, folder, device):
+    global DEVICE
+    DEVICE = device
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for check in CHECKS:
         check(rank, folder)
     dist.barrier()
     os._exit(0)  # gloo's threads are not always joined at Python's exit
@@ -437,5 +443,6 @@ def test_compiled(one_rank):
         assert torch.equal(a, b)
 
 
-def test_on_two_ranks(tmp_path):
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), CHECKS), nprocs=2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(2))])
+def test_on_two_ranks(device, tmp_path):
+    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), device), nprocs=2)

@@ -567,7 +567,9 @@ class Routed(nn.Module):
         return forward(self.experts, *arguments)
 
 
-@pytest.mark.parametrize(("door", "weights"), [("transformers", 2), ("torchtitan", 3)], indirect=["door"])
+@pytest.mark.parametrize(
+    ("door", "weights"), [("transformers", 2), ("torchtitan", 3), ("megatron", 2)], indirect=["door"]
+)
 def test_codes_that_fully_shard_gathers(door, weights, tmp_path):
     """Output and gradients equal those of gathered masters; torchtitan's w1 and w3 are gathered apart."""
     if next(door.parameters()).is_cuda:
