@@ -115,9 +115,7 @@ class SentAsFP8(Tensor):
             padding.masters_because = because
             if because:
                 _log.warning("gather_fp8: fully_shard gathers %s", padding)
-        if (
-            mp_policy.param_dtype is not None
-        ):  # the codes are those of gathered masters, which have this dtype
+        if mp_policy.param_dtype is not None:  # in which masters would be gathered
             shard = shard.to(mp_policy.param_dtype)
         if because:
             missing = -(-outer_size[0] // ranks) - len(shard) if dimension == 0 else 0
@@ -126,7 +124,7 @@ class SentAsFP8(Tensor):
             return (shard,), Sent(outer_size)
         if padding.pads:
             sizes: Any = {"parts": padding.parts, "rows": padding.rows, "columns": padding.columns}
-            q = torch_ops.quantize_weights(shard, **sizes).rowwise
+            q = torch_ops.quantize_weights(shard, **sizes, columnwise=False).rowwise
         else:
             q = torch_ops.quantize(shard, block=(BLOCK, BLOCK))
         codes = [*q.data.shape]  # of the whole weight, with padding
