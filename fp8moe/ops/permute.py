@@ -19,7 +19,15 @@ from fp8moe.ops.plan import (
     requested_rows,
     static_bound,
 )
-from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
+from fp8moe.records import (
+    ArrayLike,
+    ArraySpec,
+    PermutationPlan,
+    Permuted,
+    Quantized,
+    QuantTensor,
+    SortedChunks,
+)
 from fp8moe.runtime import checks
 from fp8moe.runtime.dispatch import Call, current, enter, operation
 
@@ -92,7 +100,7 @@ def _check_permute(
 ) -> dict[str, Any]:
     """Check all but the plan; returns the options of `raw_permute`."""
     tokens = plan.num_tokens
-    if isinstance(x, QuantTensor):
+    if isinstance(x, (Quantized, QuantTensor)):
         _check_rows("x", x, tokens)
     checks.arrays(
         ("x", x, None, (tokens, "H")),
@@ -704,6 +712,8 @@ def _raw_pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, rows: int
 
 
 def _check_rows(name: str, x: Any, rows: int | str) -> int:
+    if isinstance(x, Quantized):  # which has a shape, too
+        raise TypeError(f"{name}: got a Quantized; wanted an array; pass its rowwise or columnwise")
     if isinstance(x, QuantTensor):
         checks.quant_tensor(name, x, ROW_BLOCKS)
         checks.shape(f"{name}.data", x.data, (rows, "H"))
