@@ -273,7 +273,12 @@ MISFITS = [
     ("moe_forward", {"topk_ids": IDS[None]}, ValueError, r"topk_ids: .*; pass topk_ids.reshape\(-1, 2\)$"),
     ("moe_forward", {"topk_ids": IDS[None, :3]}, ValueError, r"topk_ids: got shape .*; wanted \[6, k\]$"),
     ("moe_forward", {"x": X}, TypeError, "x: got dtype float32; wanted bfloat16; pass x in bfloat16"),
-    ("moe_forward", {"w13": replace(BOTH, columnwise=None)}, TypeError, "w13.columnwise: got .*NoneType"),
+    (
+        "moe_forward",
+        {"w13": replace(BOTH, rowwise=None)},
+        TypeError,
+        "w13.rowwise: got None; .*transpose_codes",
+    ),
     ("moe_forward", {"w2": replace(BOTH, columnwise=BOTH)}, TypeError, "w2.columnwise: got a Quantized"),
     (
         "moe_forward",
