@@ -153,28 +153,31 @@ class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
     Examples
     --------
     >>> from fp8moe.transformers import FP8WeightsCallback
-    >>> callbacks = [FP8WeightsCallback()]  # transformers.Trainer(..., callbacks=callbacks)
+    >>> callback = FP8WeightsCallback()  # transformers.Trainer(..., callbacks=[callback])
+    >>> callback.is_open
+    False
     """
 
     def __init__(self) -> None:
         self._open: contextlib.ExitStack | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the weights are declared unchanged now."""
+        return self._open is not None
+
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Declare the weights unchanged; called by the Trainer."""
         self._close()
         self._open = contextlib.ExitStack()
         self._open.enter_context(weights_unchanged(model))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End it; called by the Trainer."""
         self._close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End it, as with an optimizer of DeepSpeed; called by the Trainer."""
-        self._close()
+        self._close()  # DeepSpeed's engine steps by itself
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End it; called by the Trainer."""
         self._close()
 
     def _close(self) -> None:
