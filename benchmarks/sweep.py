@@ -37,7 +37,7 @@ MODELS = {
 }
 TOKENS = (512, 2048, 8192)
 ROUNDS = 2
-WARM, TIMED = 120.0, 250.0  # milliseconds of one contender's steps in a round
+WARM, TIMED = 100.0, 160.0  # milliseconds of one contender's steps in a round
 ACCUMULATED = 8  # micro-batches of a step
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
