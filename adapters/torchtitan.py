@@ -262,6 +262,10 @@ class _OfRoutedExperts(Holder):
         return Activation("swiglu", module.inner_experts.swiglu_limit, 1.702, 1.0)
 
     @staticmethod
+    def multiplies_masters(module: FP8RoutedExperts) -> bool:
+        return type(module.inner_experts) is not GptOssGroupedExperts
+
+    @staticmethod
     def operands(module: FP8RoutedExperts, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
         return _operands_of([*map(local_of, masters)], gates_before_ups)
 

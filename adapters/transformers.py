@@ -307,6 +307,10 @@ class _OfExperts(Holder):
     def operands(module: Any, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return _as_operands(module, masters, gates_before_ups)
 
+    @staticmethod
+    def multiplies_masters(module: Any) -> bool:
+        return not (module.is_transposed or _is_interleaved(module))
+
     @classmethod
     def shares(cls, module: Any) -> bool:
         # PEFT's target_parameters compute a weight anew at each access

@@ -4,6 +4,7 @@ Needs ``pip install 'fp8moe[torch]'``. DeepGEMM, DeepEP and symmetric memory are
 """
 
 from fp8moe.adapters.torch.accumulation import set_fuse_wgrad_accumulation
+from fp8moe.adapters.torch.adamw import AdamW
 from fp8moe.adapters.torch.deepgemm import deepgemm_grouped_gemm
 from fp8moe.adapters.torch.distributed.deep_ep import DeepEPEngine, DeepEPRoute
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
@@ -44,6 +45,7 @@ from fp8moe.adapters.torch.weights import model_report, weights_unchanged
 
 __all__ = [
     "MOST_RANKS",
+    "AdamW",
     "DeepEPEngine",
     "DeepEPRoute",
     "FP8FlowMoE",

@@ -14,7 +14,7 @@ struct Factors {
   float decay, beta1, rest1, beta2, rest2, size, root, eps;
 };
 
-// Launch: one thread. A kernel of its own: in float64 a power costs each of 135,000 blocks more than its
+// Launch: one thread. A kernel of its own: in float64 a power costs each of 90,000 blocks more than its
 // loads hide.
 extern "C" __global__ void adamw_factors(const float* step, const double* settings, Factors* factors) {
   pdl_wait();

@@ -36,9 +36,9 @@ def adamw(
     else:
         first *= part
     aligned = param.shape[2] % 8 == 0 and all(x.ptr % 16 == 0 for x in arrays)
-    codes = out.rowwise.data, out.columnwise.data
+    sides = [*filter(None, (out.rowwise, out.columnwise))]
     whole = real == part and part % 128 == 0 and param.shape[2] == columns and columns % 128 == 0
-    whole = whole and aligned and all(x.ptr % 16 == 0 for x in codes)
+    whole = whole and aligned and all(side.data.ptr % 16 == 0 for side in sides)
     kinds = f"KIND={KIND_NAMES[param.dtype]}", f"STATE={KIND_NAMES[exp_avg.dtype]}"
     defines = (*kinds, f"WHOLE={int(whole)}")
     factors = scratch((FACTORS,), np.float32)
@@ -66,7 +66,6 @@ def adamw(
             columns,
             out.rowwise.data,
             out.rowwise.scales,
-            out.columnwise.data,
-            out.columnwise.scales,
+            *((None, None) if out.columnwise is None else (out.columnwise.data, out.columnwise.scales)),
             defines=defines,
         )

@@ -1,14 +1,18 @@
 """AdamW that writes FP8 codes: the kernel against the formula in float64, its codes against those of
 quantize_weights; fp8moe.torch.AdamW against torch.optim.AdamW."""
 
+import copy
+
 import numpy as np
 import pytest
+import torch
 from backends import over
 from cases import BF16, assert_same, generator, poisoned
 
 import fp8moe
 from fp8moe.ops.adamw import adamw
 from fp8moe.runtime.record_trees import map_arrays
+from fp8moe.torch import AdamW, FP8FlowMoE, weights_unchanged
 
 RNG = generator()
 F32 = np.dtype(np.float32)
@@ -96,13 +100,16 @@ def formula(param, grad, average, square, step, settings, maximize=False):
 @over("kind, state, sizes", reference=CASES, on_cpu=CASES, on_gpu=CASES + LARGE)
 def test_a_step_against_float64(backend, kind, state, sizes):
     arguments = problem(kind, state, sizes)
-    maximize = bool(RNG.integers(2))
+    maximize, columnwise = bool(RNG.integers(2)), bool(RNG.integers(2))
     wanted = formula(*arguments, maximize)
-    for *updated, codes in run(backend, arguments, maximize=maximize, **options_of(sizes)):
+    options = {"maximize": maximize, "columnwise": columnwise, **options_of(sizes)}
+    for *updated, codes in run(backend, arguments, **options):
         for new, (value, bound), dtype in zip(updated, wanted, (kind, state, state), strict=True):
             assert new.dtype == dtype
             assert (np.abs(new.astype(np.float64) - value) <= bound).all()
-        assert_same(codes, fp8moe.quantize_weights(updated[0], **options_of(sizes)))
+        both = fp8moe.quantize_weights(updated[0], **options_of(sizes))
+        assert (codes.columnwise is not None) == columnwise
+        assert_same(codes, both if columnwise else both.rowwise)
 
 
 SPECIAL = [CASES[0], CASES[2]]
@@ -182,3 +189,221 @@ def test_averages_that_overlap_are_refused():
     given[3] = given[2]
     with pytest.raises(ValueError, match="param: got memory that overlaps"):
         adamw(*given)
+
+
+# ---------------------------------------------------------------- fp8moe.torch.AdamW
+
+
+def layer_of(dtype=torch.float32, device="cpu", **options):
+    torch.manual_seed(int(RNG.integers(2**31)))
+    return FP8FlowMoE(128, 100, 4, topk=2, dtype=dtype, device=device, **options)
+
+
+def micro_batch(layer):
+    w = layer.w13
+    layer(torch.randn(9, 128, dtype=w.dtype, device=w.device)).float().square().sum().backward()
+
+
+def casts_of(call):
+    with fp8moe.trace() as traced:
+        call()
+    return traced.weight_casts
+
+
+def assert_fresh(layer):
+    """The next forwards equal those of a layer that has no copies."""
+    x = torch.randn(9, 128, dtype=layer.w13.dtype, device=layer.w13.device)
+    fresh = copy.deepcopy(layer)
+    for guard in (torch.no_grad, torch.enable_grad):
+        with guard():
+            assert torch.equal(layer(x), fresh(x))
+
+
+def groups_of(layer):
+    rest = {"params": [*layer.router.parameters(), layer.w2], "lr": 3e-3, "weight_decay": 0.3}
+    return [{"params": [layer.w13]}, rest]
+
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_equal_torchs_and_the_next_forward_reads_their_copies(dtype, device):
+    """Two groups, a schedule of lr and beta1, two micro-batches to a step; both optimizers load each other's
+    states, so that each step is compared for itself."""
+    layer = layer_of(dtype, device, weight_copies="both" if dtype == torch.float32 else "rowwise")
+    other = copy.deepcopy(layer)
+    mine = AdamW(groups_of(layer), lr=1e-2, maximize=True)
+    torchs = torch.optim.AdamW(groups_of(other), lr=1e-2, maximize=True)  # step on the host, for the CPU
+    schedule = torch.optim.lr_scheduler.OneCycleLR(mine, [1e-2, 2e-2], total_steps=6)
+    with weights_unchanged(layer, optimizer=mine):
+        for number in range(4):
+            made = casts_of(lambda: [micro_batch(layer) for _ in range(2)])
+            assert made == 0  # the first ones on entry
+            for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+                q.data.copy_(p.data)
+                q.grad = p.grad.clone()
+            before = {
+                n: [t.detach().cpu().clone() for t in (p, p.grad, *averages_of(mine, p))]
+                for n, p in layer.named_parameters()
+            }
+            torchs.load_state_dict(copy.deepcopy(mine.state_dict()))  # it shares tensors
+            assert [g["lr"] for g in torchs.param_groups] == [g["lr"] for g in mine.param_groups]
+            mine.step()
+            torchs.step()
+            for group in mine.param_groups:
+                for p in group["params"]:
+                    assert mine.state[p]["step"].item() == number + 1
+            for n in ("w13", "w2"):
+                p, q = getattr(layer, n), getattr(other, n)
+                (group,) = [g for g in mine.param_groups if any(p is given for given in g["params"])]
+                lr, (beta1, beta2) = group["lr"], group["betas"]
+                settings = lr, beta1, beta2, group["eps"], group["weight_decay"]
+                arrays = [as_numpy(t) for t in before[n]]
+                wanted = formula(*arrays, number + 1, settings, maximize=True)
+                results = [(w, *averages_of(o, w)) for o, w in ((mine, p), (torchs, q))]
+                # torch's for the CPU multiplies the weights by 1 - lr * weight_decay, rounded
+                more = UNIT[F32] * np.abs(arrays[0].astype(np.float64)), 0, 0
+                for (value, bound), extra, of_mine, of_torch in zip(wanted, more, *results, strict=True):
+                    assert (np.abs(as_numpy(of_mine).astype(np.float64) - value) <= bound).all(), n
+                    assert (np.abs(as_numpy(of_torch).astype(np.float64) - value) <= bound + extra).all(), n
+            assert torch.equal(layer.router.weight, other.router.weight) or device != "cpu"
+            assert_fresh(layer)
+            mine.load_state_dict(copy.deepcopy(torchs.state_dict()))
+            assert all(g["fused"] for g in mine.param_groups)
+            mine.zero_grad()
+            schedule.step()
+    assert_fresh(layer)
+
+
+def as_numpy(t):
+    t = t.detach().cpu()
+    return t.view(torch.int16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def averages_of(optimizer, p):
+    state = optimizer.state.get(p, {})
+    return [state.get(name, torch.zeros_like(p)) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def without_gradient(layer, optimizer):
+    layer.w2.grad = None
+    optimizer.step()
+
+
+def with_amsgrad(layer, optimizer):
+    state = torch.optim.AdamW(layer.parameters(), amsgrad=True).state_dict()
+    optimizer.load_state_dict(state)
+    optimizer.step()
+
+
+def scaled(layer, optimizer):
+    scaler = torch.amp.GradScaler(layer.w13.device.type, init_scale=8.0)
+    scaler.scale(layer.w13.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def strided_average(layer, optimizer):
+    optimizer.step()
+    average = optimizer.state[layer.w13]["exp_avg"]
+    optimizer.state[layer.w13]["exp_avg"] = average.mT.contiguous().mT
+    micro_batch(layer)
+    optimizer.step()
+
+
+PLAIN_STEPS = {
+    "a weight without a gradient": without_gradient,
+    "amsgrad": with_amsgrad,
+    "a scaler": scaled,
+    "a strided average": strided_average,
+}
+
+
+@pytest.mark.parametrize("step", PLAIN_STEPS)
+def test_what_the_kernel_does_not_step_gets_torchs_step(step):
+    layer = layer_of()
+    optimizer = AdamW(layer.parameters(), lr=1e-2)
+    with weights_unchanged(layer, optimizer=optimizer):
+        micro_batch(layer)
+        before = layer.w13.detach().clone()
+        PLAIN_STEPS[step](layer, optimizer)
+        assert not torch.equal(before, layer.w13)
+        assert layer.fp8_weight_nbytes == 0
+        assert_fresh(layer)
+        assert layer.fp8_weight_nbytes > 0
+
+
+def test_outside_of_a_context_steps_are_torchs():
+    layer = layer_of()
+    other = copy.deepcopy(layer)
+    optimizers = AdamW(layer.parameters()), torch.optim.AdamW(other.parameters(), fused=True)
+    optimizers = (*optimizers, copy.deepcopy(optimizers[0]))  # which steps parameters of its own
+    for _ in range(2):
+        micro_batch(layer)
+        for p, q in zip(layer.parameters(), other.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(map(torch.equal, layer.parameters(), other.parameters()))
+        assert_fresh(layer)
+
+
+def test_writes_after_a_step_and_steps_that_no_context_allows_raise():
+    layer = layer_of()
+    optimizer = AdamW(layer.parameters(), lr=1e-2)
+    changed = pytest.raises(RuntimeError, match="got changed weights although they were declared unchanged")
+
+    def write():
+        with torch.no_grad():
+            layer.w13.mul_(1.5)
+
+    with weights_unchanged(layer, optimizer=optimizer):
+        for spoil in (
+            write,
+            lambda: layer.load_state_dict(layer.state_dict()),
+        ):
+            micro_batch(layer)
+            optimizer.step()
+            spoil()
+            with changed:
+                micro_batch(layer)
+            optimizer.step()  # which makes copies of the weights as they are now
+            assert_fresh(layer)
+        micro_batch(layer)
+        with weights_unchanged(layer):
+            optimizer.step()
+            with changed:
+                micro_batch(layer)
+    assert_fresh(layer)
+
+
+def test_a_closure_and_a_hook_see_the_weights_of_their_time():
+    layer = layer_of()
+    optimizer = AdamW(layer.parameters(), lr=1e-2)
+    with weights_unchanged(layer, optimizer=optimizer):
+        optimizer.step(torch.enable_grad()(lambda: micro_batch(layer)))
+        assert casts_of(lambda: micro_batch(layer)) == 0
+        assert_fresh(layer)
+        optimizer.register_step_post_hook(lambda *_: assert_fresh(layer))
+        optimizer.step()
+        assert_fresh(layer)
+
+
+def test_a_step_leaves_the_copies_alone_that_a_backward_has_saved():
+    layer = layer_of()
+    optimizer = AdamW(layer.parameters(), lr=1e-2)
+    with weights_unchanged(layer, optimizer=optimizer):
+        micro_batch(layer)
+        saved = layer._fp8_weights.copies.tensors
+        before = [t.clone() for t in saved]
+        optimizer.step()
+        assert all(map(torch.equal, saved, before))
+        assert not torch.equal(saved[0], layer._fp8_weights.copies.tensors[0])
+
+
+def test_options_that_the_kernel_does_not_have_are_refused():
+    for option in ("amsgrad", "capturable", "differentiable", "foreach", "fused"):
+        with pytest.raises(TypeError, match=option):
+            AdamW([torch.nn.Parameter(torch.ones(2))], **{option: True})

@@ -324,6 +324,36 @@ def test_a_context_around_a_training_loop(door):
     assert_fresh(door)
 
 
+def test_adamw_makes_the_copies_of_the_next_forward(door):
+    """But not of weights that are multiplied in another order: gpt-oss's gates and ups alternate."""
+    steps_make_copies(door, made=2 if type(door).__name__ == "GptOssExperts" else 0)
+
+
+def test_adamw_leaves_weights_that_are_not_contiguous_to_torch(device):
+    door = DOORS["function"](device)
+    for p in door.parameters():
+        p.data = p.data.mT.contiguous().mT
+    steps_make_copies(door, made=2)
+
+
+def steps_make_copies(door, made):
+    """made: casts of weights in the forwards after a step of `fp8moe.torch.AdamW`."""
+    optimizer = fp8moe.torch.AdamW(door.parameters(), lr=0.05)
+    with weights_unchanged(nn.Sequential(door), optimizer=optimizer):
+        micro_batch(door)
+        for _ in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            assert casts_of(lambda: [micro_batch(door) for _ in range(2)]) == made
+            assert_fresh(door)
+        optimizer.step()
+        if not made:
+            multiply_in_place(door, optimizer)
+            with pytest.raises(RuntimeError, match="got changed weights although"):
+                forward(door, *inputs(door))
+    assert_fresh(door)
+
+
 def test_an_optimizer_of_other_weights_is_refused(door):
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
     message = "optimizer: got SGD without the weight"

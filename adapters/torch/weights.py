@@ -74,6 +74,11 @@ class Holder:
         """w13, or w1 and w3, and w2 of this rank, made of the masters."""
         raise NotImplementedError
 
+    @staticmethod
+    def multiplies_masters(module: Any) -> bool:
+        """Whether the operands are the masters themselves, or shards of them, in their order."""
+        return True
+
     @classmethod
     def made(cls, module: Any) -> dict[str, Any]:
         """How the module's copies are made: keyword arguments of `quantize_fp8_weights`."""
@@ -205,7 +210,7 @@ class FP8Weights:
         if first:
             self.release()
         end = weakref.ref(cast(Opening, opening()), partial(self.declared.pop, number))
-        self.declared[number] = Declared(end, {} if whole else masters, optimizers is not None)
+        self.declared[number] = Declared(end, {} if whole else masters, optimizers)
         if first and whole:
             self.keep()
 
@@ -240,7 +245,15 @@ class FP8Weights:
             torch.autograd.graph.increment_version(old.tensors)  # type: ignore[union-attr]
         _with_copies[id(self)] = self
         codes = self._quantized([*masters.values()], target)
-        new = Copies(self, codes, requested, captured=target is not None)
+        return self._hold(Copies(self, codes, requested, captured=target is not None))
+
+    def take(self, records: list[Quantized], optimizer: torch.optim.Optimizer) -> None:
+        """Takes the copies that a step of an optimizer has made of the weights that it has written."""
+        self._drop()  # those of a forward in the step's closure
+        _with_copies[id(self)] = self
+        self._hold(Copies(self, records, requested=False, captured=False)).made_in = optimizer
+
+    def _hold(self, new: Copies) -> Copies:
         for declared in self.declared.values():
             if not new.captured:
                 declared.copies = new
@@ -324,11 +337,13 @@ class Copies:
         an optimizer step may have followed undetected.
     captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
         only after a replay.
+    made_in: the optimizer whose step has made them, until that step has ended.
     """
 
     def __init__(self, weights: FP8Weights, records: list[Quantized], requested: bool, captured: bool):
         self.records, self.tensors, self.requested = records, arrays_in(tuple(records)), requested
         self.valid, self.overwritten, self.recorded, self.captured = True, "", False, captured
+        self.made_in: torch.optim.Optimizer | None = None
         self._module, self._holder = weights._module, weights.holder
         self.of_capture = is_capturing(records[0].rowwise.data)
         self._declared, self._number = weights.declared, next(iter(weights.declared), None)
@@ -361,12 +376,17 @@ class Copies:
 @dataclass
 class Declared:
     """What `FP8Weights` holds while a weights_unchanged() context is open. shards: weights that fully_shard
-    replaces in the context's forwards. renewed: by the first forward after an optimizer step."""
+    replaces in the context's forwards. optimizers: whose steps are allowed."""
 
     end: Any
     shards: dict[str, Tensor]
-    renewed: bool
+    optimizers: Optimizers
     copies: Copies | None = None
+
+    @property
+    def renewed(self) -> bool:
+        """Whether copies are dropped before a step, and made again after it."""
+        return self.optimizers is not None
 
 
 _numbers = itertools.count()  # of declarations
@@ -394,8 +414,9 @@ def weights_unchanged(model: nn.Module, *, optimizer: Any = None) -> AbstractCon
         A layer, or a module that contains experts.
     optimizer : torch.optim.Optimizer, list of them, or None
         The optimizer of these weights, for a context around a whole training loop: the copies are dropped
-        before each of its steps, and made in the first forward after it. Compiled forwards after a step make
-        copies each time, until the context is entered again. None: a step inside raises in the next forward.
+        before each of its steps, and made in the first forward after it, or by the step of `AdamW`. Compiled
+        forwards after another optimizer's step make copies each time, until the context is entered again.
+        None: a step inside raises in the next forward.
 
     Returns
     -------
@@ -450,13 +471,14 @@ class _Unchanged(Scope):
         super().__enter__()
 
     def enter(self, opening: weakref.ref[Opening]) -> None:
-        number = next(_numbers)
+        number, states = next(_numbers), weakref.WeakSet[FP8Weights]()
         for module in self.model.modules():
             if (weights := state_of(module)) is not None:
                 weights.declare(opening, number, self.optimizers)
+                states.add(weights)
         parameters = {id(p): p for p in self.model.parameters()}
         end = weakref.ref(cast(Opening, opening()), partial(_models.pop, number))
-        _models[number] = _Model(opening, end, parameters, self.optimizers)
+        _models[number] = _Model(opening, end, parameters, self.optimizers, states)
 
 
 def state_of(module: nn.Module) -> FP8Weights | None:
@@ -579,12 +601,14 @@ class _OfFunction(Holder):
 
 
 class _Model(NamedTuple):
-    """An open weights_unchanged() context, for functions whose weights are the model's parameters."""
+    """An open weights_unchanged() context. parameters: by id, for functions whose weights they are. states:
+    those of the model's modules, and of such functions."""
 
     opening: weakref.ref[Opening]
     end: Any
     parameters: Mapping[int, Tensor]
     optimizers: Optimizers
+    states: weakref.WeakSet[FP8Weights]
 
 
 _models: dict[int, _Model] = {}  # by number
@@ -626,10 +650,25 @@ def copies_of_function(
     for number, model in covering:
         if number not in state.declared and model.opening() is not None:
             state.declare(model.opening, number, model.optimizers)
+            model.states.add(state)
     if first is None and not state.declared and state.copies is None:
         return None
     first_codes, second = state.of_forward([*weights.values()], recording, first)
     return first_codes, second
+
+
+def states_written_by(optimizer: torch.optim.Optimizer) -> list[FP8Weights]:
+    """The states of whose whole weights every open context says that this optimizer writes them."""
+    models = [m for m in [*_models.values()] if any(o is optimizer for o in m.optimizers or ())]
+    states = dict.fromkeys(state for model in models for state in [*model.states])
+    return [
+        state
+        for state in states
+        if state.declared
+        and all(
+            any(o is optimizer for o in d.optimizers or ()) and not d.shards for d in state.declared.values()
+        )
+    ]
 
 
 def _affected(optimizer: torch.optim.Optimizer) -> Iterator[tuple[FP8Weights, str]]:
@@ -667,13 +706,18 @@ def _drop_renewed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         renewed = all(d.renewed for d in state.declared.values()) if state.declared else state.holder.renewed
         if renewed:
             state.release()
+        elif (copies := state.copies) is not None:  # of a step that has not ended
+            copies.made_in = None
 
 
 def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Marks copies as outdated after a step: fused optimizers do not increment version counters."""
+    """Marks copies as outdated after a step, but not those that the step has made: fused optimizers do not
+    increment version counters."""
     for state, by in _affected(optimizer):
-        if (copies := state.copies) is not None:
+        if (copies := state.copies) is not None and copies.made_in is not optimizer:
             copies.overwritten = by
+        elif copies is not None:
+            copies.made_in = None
 
 
 def _may_be_stepped(p: Tensor) -> bool:

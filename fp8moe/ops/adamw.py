@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.ops.quantize import quantize_spec
-from fp8moe.records import ArrayLike, ArraySpec
+from fp8moe.records import ArrayLike, ArraySpec, Quantized
 from fp8moe.runtime import checks
 from fp8moe.runtime.dispatch import enter, operation
 
@@ -27,6 +27,7 @@ def adamw(
     parts: int = 1,
     rows: int | None = None,
     columns: int | None = None,
+    columnwise: bool = True,
     first: int = 0,
     of: int | None = None,
     maximize: bool = False,
@@ -51,6 +52,8 @@ def adamw(
         recording of the call.
     parts, rows, columns
         Of param, as `fp8moe.quantize_weights` takes them.
+    columnwise : bool
+        Whether codes are made in both orientations, or row-wise only.
     first, of : int
         param has the parts from ``first`` on of the ``of`` parts of the codes' rows: (w1, w3) are two calls.
         None: all.
@@ -82,7 +85,7 @@ def adamw(
         ("step", a.step, (checks.FLOAT32,), (1,)),
         ("settings", a.settings, (np.dtype(np.float64),), (5,)),
     )
-    maximize = checks.flag("maximize", maximize)
+    maximize, columnwise = checks.flag("maximize", maximize), checks.flag("columnwise", columnwise)
     parts = checks.integer("parts", parts, 1)
     of = parts if of is None else checks.integer("of", of, parts)
     first = checks.integer("first", first, 0, of - parts)
@@ -96,7 +99,8 @@ def adamw(
             f"pass rows={rows + -rows % 128}, which fills up with zeros"
         )
     whole = ArraySpec((shape[0], of * rows, columns), a.param.dtype)
-    spec = quantize_spec(whole, "e4m3", (128, 128), "compact", columnwise=True)
+    spec = quantize_spec(whole, "e4m3", (128, 128), "compact", columnwise)
+    spec = spec if columnwise else Quantized(spec)
     given = {"grad": a.grad, "step": a.step, "settings": a.settings}
     checks.writable("param", (a.param, a.exp_avg, a.exp_avg_sq), **given)
     if a.out is None:
@@ -104,8 +108,8 @@ def adamw(
     else:
         checks.like("out", codes := a.out, spec)
         checks.writable("out", codes, param=a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq, **given)
-        for q in (codes.rowwise, codes.columnwise):
-            call.count_overwrite(q.data)
+        for side in filter(None, (codes.rowwise, codes.columnwise)):
+            call.count_overwrite(side.data)
     call.count_overwrite(a.param)
     arrays = a.param, a.grad, a.exp_avg, a.exp_avg_sq, a.step, a.settings
     options = {"parts": parts, "first": first, "of": of, "maximize": maximize}

@@ -43,13 +43,12 @@ def adamw(
         x.astype(kept.dtype) for x, kept in ((wide, param), (average, exp_avg), (square, exp_avg_sq))
     )
     rows = out.rowwise.data.shape[1] // of
-    sides = out.rowwise, out.columnwise
+    sides = [*filter(None, (out.rowwise, out.columnwise))]
     own = [_rows_of(q, first * rows, (first + parts) * rows) for q in sides]
-    new = Quantized(
-        *(replace(q, data=d.copy(), scales=s.copy()) for q, (d, s) in zip(sides, own, strict=True))
-    )
+    copies = [replace(q, data=d.copy(), scales=s.copy()) for q, (d, s) in zip(sides, own, strict=True)]
+    new = Quantized(*copies)
     quantize_parts((param,), count=parts, transposed=False, round_up=True, eps=0.0, out=new)
-    for q, (data, scales) in zip((new.rowwise, new.columnwise), own, strict=True):
+    for q, (data, scales) in zip(copies, own, strict=True):
         data[:], scales[:] = q.data, q.scales
 
 
