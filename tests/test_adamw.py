@@ -6,11 +6,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from backends import over
+from backends import only_on_cpu, over
 from cases import BF16, assert_same, generator, poisoned
 
 import fp8moe
 from fp8moe.ops.adamw import adamw
+from fp8moe.runtime import dispatch
 from fp8moe.runtime.record_trees import map_arrays
 from fp8moe.torch import AdamW, FP8FlowMoE, weights_unchanged
 
@@ -24,7 +25,7 @@ CASES = [
     (BF16, F32, (2, 2 * 24, 144, 2, 128, 144)),
     (F32, BF16, (1, 77, 150, 1, 77, 256)),
 ]
-LARGE = [(BF16, BF16, (8, 1536, 2048, 2, 768, 2048)), (F32, F32, (4, 2 * 2880, 2880, 2, 2944, 2880))]
+LARGE = [(BF16, BF16, (4, 1536, 1024, 2, 768, 1024)), (F32, F32, (2, 2 * 1440, 1440, 2, 1536, 1440))]
 
 
 def problem(kind, state, sizes):
@@ -154,6 +155,22 @@ def test_two_tensors_write_their_parts_of_one_record(backend, kind, state, shape
 
     _, (w1, w3, codes) = backend.both(steps, *pair[0], *pair[1], empty)
     assert_same(codes, fp8moe.quantize_weights((w1, w3), rows=rows))
+
+
+@only_on_cpu
+def test_steps_with_other_settings_replay_one_recording(backend):
+    """Step, lr, betas, eps and weight decay are arrays: a schedule records nothing anew."""
+    kind, state, sizes = CASES[2]
+    dispatch.clear_recordings()
+    for _ in range(3):
+        arguments = problem(kind, state, sizes)
+        uploaded = [*map(backend.upload, map(np.copy, arguments))]
+        codes = backend.download(adamw(*uploaded, **options_of(sizes)))
+        updated = backend.download(tuple(uploaded[i] for i in (0, 2, 3)))
+        for new, (value, bound) in zip(updated, formula(*arguments), strict=True):
+            assert (np.abs(new.astype(np.float64) - value) <= bound).all()
+        assert_same(codes, fp8moe.quantize_weights(updated[0], **options_of(sizes)))
+    assert [name for name, recorded in dispatch.cached_recordings() if recorded] == ["adamw"]
 
 
 @pytest.mark.parametrize(
