@@ -1,14 +1,15 @@
 // The bias of the experts' second GEMM, added to a token's merged row, and the gradient of the probabilities
 // that it is multiplied by; the gradient of the first GEMM's bias, which that GEMM adds.
 //
-// add_biases_bf16 and dot_biases_bf16 are the fast paths; add_biases_rows and add_biases_rows_backward serve
-// every other dtype and width. An id that is no expert's adds nothing.
+// add_biases_bf16 and add_biases_bf16_backward are the fast paths; add_biases_rows and
+// add_biases_rows_backward serve every other dtype and width. An id that is no expert's adds nothing.
 #include "fp8.cuh"
 
-#define SLICE_LANES 16  // 16-byte vectors of y of a thread block's slice of columns
-#define SLICE_THREADS 256
-#define TOKENS (SLICE_THREADS / SLICE_LANES)  // at a time
-#define TOKENS_IN_FLIGHT 2                    // whose loads a thread has in flight
+#define VECTORS 2           // 16-byte vectors of a row per thread, at a time
+#define EXPERTS 4           // experts whose biases are in flight at a time
+#define PLACES 64           // experts of a token held in shared memory at a time
+#define MOST_THREADS 256    // per block
+#define BACKWARD_VECTORS 4  // 16-byte vectors of a gradient, and of a bias, in flight per lane
 
 // The expert of an entry of ids, or -1.
 __device__ __forceinline__ int expert_at(const void* ids, i64 ids_wide, i64 entry, i64 experts) {
@@ -16,191 +17,131 @@ __device__ __forceinline__ int expert_at(const void* ids, i64 ids_wide, i64 entr
   return id >= 0 && id < experts ? (int)id : -1;
 }
 
-// A slice of columns of all biases, of KIND BF16 or F32, in shared memory: biases of 8192 rows of 2880,
-// top-4, are 188 MB, which took L2 twice as long as memory takes for y and the result. Eight values of a lane
-// are in words of 16 bytes, each word of all lanes together.
-template <int KIND>
-struct Slice {
-  static constexpr int WORDS = KIND == F32 ? 2 : 1;
-  uint4* words;
-  int vector, lane;
-  bool whole;  // whether this lane has columns
-  __device__ __forceinline__ Slice(u8* memory, const void* bias, i64 experts, i64 vectors)
-      : words((uint4*)memory),
-        vector((int)(blockIdx.x * SLICE_LANES + threadIdx.x % SLICE_LANES)),
-        lane((int)threadIdx.x % SLICE_LANES),
-        whole(vector < vectors) {
-    for (i64 e = threadIdx.x / SLICE_LANES; e < experts && whole; e += TOKENS) {
-      const Eight<KIND> v = load_eight<KIND>(bias, e * vectors + vector);
+__device__ __forceinline__ void values_of(uint4 v, float* x) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-      for (int w = 0; w < WORDS; ++w) words[(e * WORDS + w) * SLICE_LANES + lane] = v.words[w];
-    }
-    __syncthreads();
-  }
-  __device__ __forceinline__ void read(int expert, float* x) const {
-    Eight<KIND> v;
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) v.words[w] = words[(expert * WORDS + w) * SLICE_LANES + lane];
-    floats<KIND>(v, x);
-  }
-};
-
-// The tokens of a thread, TOKENS_IN_FLIGHT at a time and TOKENS apart.
-struct Tokens {
-  i64 token, all;
-  __device__ __forceinline__ Tokens(i64 all)
-      : token((i64)blockIdx.y * (TOKENS * TOKENS_IN_FLIGHT) + threadIdx.x / SLICE_LANES), all(all) {}
-  __device__ __forceinline__ bool any() const { return token - threadIdx.x / SLICE_LANES < all; }
-  __device__ __forceinline__ void next() { token += (i64)gridDim.y * (TOKENS * TOKENS_IN_FLIGHT); }
-  __device__ __forceinline__ bool has(int u) const { return token + u * TOKENS < all; }
-};
-
-template <int KIND>
-__device__ __forceinline__ void add_slices(u8* memory, const uint4* y, const void* bias, const void* ids,
-                                           i64 ids_wide, const void* probs, int probs_kind, i64 experts,
-                                           i64 k, i64 tokens, i64 vectors, uint4* out) {
-  const Slice<KIND> slice(memory, bias, experts, vectors);
-  for (Tokens here(tokens); here.any(); here.next()) {
-    const i64 at = here.token * vectors + slice.vector, step = TOKENS * vectors;
-    uint4 rows[TOKENS_IN_FLIGHT];
-    float totals[TOKENS_IN_FLIGHT][8] = {};
-#pragma unroll
-    for (int u = 0; u < TOKENS_IN_FLIGHT; ++u)
-      if (slice.whole && here.has(u)) rows[u] = y[at + u * step];
-    for (i64 j0 = 0; j0 < k; j0 += SLICE_LANES) {
-      int own[TOKENS_IN_FLIGHT];
-      float weights[TOKENS_IN_FLIGHT];
-#pragma unroll
-      for (int u = 0; u < TOKENS_IN_FLIGHT; ++u) {
-        const i64 entry = (here.token + u * TOKENS) * k + j0 + slice.lane;
-        const bool any = here.has(u) && j0 + slice.lane < k;
-        own[u] = any ? expert_at(ids, ids_wide, entry, experts) : -1;
-        weights[u] = any ? load(probs, entry, probs_kind) : 0.f;
-      }
-      const int count = (int)min(k - j0, (i64)SLICE_LANES);
-#pragma unroll 1
-      for (int j = 0; j < count; ++j)
-#pragma unroll
-        for (int u = 0; u < TOKENS_IN_FLIGHT; ++u) {
-          const int expert = __shfl_sync(0xffffffffu, own[u], j, SLICE_LANES);
-          const float weight = __shfl_sync(0xffffffffu, weights[u], j, SLICE_LANES);
-          if (expert < 0 || !slice.whole) continue;
-          float x[8];
-          slice.read(expert, x);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) totals[u][i] = __fmaf_rn(weight, x[i], totals[u][i]);
-        }
-    }
-#pragma unroll
-    for (int u = 0; u < TOKENS_IN_FLIGHT; ++u) {
-      if (!slice.whole || !here.has(u)) continue;
-      Eight<BF16> row;
-      row.words[0] = rows[u];
-      float x[8];
-      floats<BF16>(row, x);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = totals[u][i] + x[i];
-      store_eight<BF16>(out, at + u * step, x);
-    }
+  for (int i = 0; i < 4; ++i) {
+    x[2 * i] = bf16_to_float((u16)words[i]);
+    x[2 * i + 1] = bf16_to_float((u16)(words[i] >> 16));
   }
 }
 
 // out[t] = y[t] + sum over j of probs[t, j] * bias[ids[t, j]], by fused multiply-adds in float32 in the order
 // of j, then y, rounded once.
-// Arguments: y and out [tokens, width] of bfloat16; bias [experts, width] of bfloat16 or float32; width = 8 *
-//   vectors; ids_wide: whether ids are int64.
-// Traffic: y is read once and out written once, in pieces of 256 bytes; a thread block reads its slice of the
-//   biases once, and for each of its tokens the ids and probabilities.
-// Launch: a grid of slices by groups of tokens; shared memory for a slice of all biases.
-// Time: not measured yet. Predicted for 8192 x 2880, top-4: 26 us, 94 MB at 4 TB/s; with biases from L2 it
-// was
-//   54.
-extern "C" __global__ void __launch_bounds__(SLICE_THREADS, 4)
-    add_biases_bf16(const uint4* y, const void* bias, i64 bias_kind, const void* ids, i64 ids_wide,
-                    const void* probs, i64 probs_kind, i64 experts, i64 k, i64 tokens, i64 vectors,
-                    uint4* out) {
+// Arguments: y [tokens, 8 * pitch], of which the first columns are read; bias [experts, width];
+//   out [tokens, width]; width = 8 * vectors; ids_wide: whether ids are int64.
+// Traffic: y is read once and out written once; biases come from L1 and L2 (184 KB for 32 experts of 2880
+//   columns).
+// Launch: one thread block per token, two of its vectors per thread; two 16-byte loads of y and eight of
+//   biases in flight per thread. The token's ids and probabilities are read while its loads of y are in
+//   flight.
+// Time, 8192 x 2880, top-4, on an H200: 54 us; a copy of y takes 24. L2 delivers 188 MB of biases. Slices of
+//   all biases in shared memory took 44 us, and their backward 55 instead of 30.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 3)
+    add_biases_bf16(const uint4* y, i64 pitch, const uint4* bias, const void* ids, i64 ids_wide,
+                    const void* probs, i64 probs_kind, i64 experts, i64 k, i64 vectors, uint4* out) {
   pdl_wait();
-  DYNAMIC_SHARED(memory);
-  if (bias_kind == F32)
-    add_slices<F32>(memory, y, bias, ids, ids_wide, probs, (int)probs_kind, experts, k, tokens, vectors, out);
-  else
-    add_slices<BF16>(memory, y, bias, ids, ids_wide, probs, (int)probs_kind, experts, k, tokens, vectors,
-                     out);
-}
-
-template <int KIND>
-__device__ __forceinline__ void dot_slices(u8* memory, const uint4* grad, const void* bias, const void* ids,
-                                           i64 ids_wide, i64 experts, i64 k, i64 tokens, i64 vectors,
-                                           float* partial) {
-  const Slice<KIND> slice(memory, bias, experts, vectors);
-  for (Tokens here(tokens); here.any(); here.next()) {
-    const i64 at = here.token * vectors + slice.vector, step = TOKENS * vectors;
-    float rows[TOKENS_IN_FLIGHT][8] = {};
+  __shared__ int expert[PLACES];
+  __shared__ float weight[PLACES];
+  const i64 token = blockIdx.x, stride = blockDim.x;
+  for (i64 begin = 0; begin < vectors; begin += VECTORS * stride) {
+    const i64 first = begin + threadIdx.x;
+    uint4 row[VECTORS];
+    float total[VECTORS][8] = {};
 #pragma unroll
-    for (int u = 0; u < TOKENS_IN_FLIGHT; ++u)
-      if (slice.whole && here.has(u)) floats<BF16>(load_eight<BF16>(grad, at + u * step), rows[u]);
-    for (i64 j0 = 0; j0 < k; j0 += SLICE_LANES) {
-      const int count = (int)min(k - j0, (i64)SLICE_LANES);
-#pragma unroll
-      for (int u = 0; u < TOKENS_IN_FLIGHT; ++u) {
-        const i64 entry = (here.token + u * TOKENS) * k + j0 + slice.lane;
-        const bool any = here.has(u) && slice.lane < count;
-        const int own = any ? expert_at(ids, ids_wide, entry, experts) : -1;
-        float result = 0.f;
-#pragma unroll 1
-        for (int j = 0; j < count; ++j) {
-          const int expert = __shfl_sync(0xffffffffu, own, j, SLICE_LANES);
-          float dot = 0.f;
-          if (expert >= 0 && slice.whole) {
-            float x[8];
-            slice.read(expert, x);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) dot = __fmaf_rn(rows[u][i], x[i], dot);
-          }
-#pragma unroll
-          for (int apart = SLICE_LANES / 2; apart > 0; apart /= 2)
-            dot += __shfl_xor_sync(0xffffffffu, dot, apart);
-          if (slice.lane == j) result = dot;
+    for (int v = 0; v < VECTORS; ++v)
+      if (first + v * stride < vectors) row[v] = y[token * pitch + first + v * stride];
+    for (i64 j0 = 0; j0 < k; j0 += PLACES) {
+      const int here = k - j0 < PLACES ? k - j0 : PLACES;
+      if (begin == 0 || k > PLACES) {
+        __syncthreads();
+        for (int j = threadIdx.x; j < here; j += stride) {
+          const i64 entry = token * k + j0 + j;
+          expert[j] = expert_at(ids, ids_wide, entry, experts);
+          weight[j] = load(probs, entry, (int)probs_kind);
         }
-        if (any) partial[blockIdx.x * (tokens * k) + entry] = result;
+        __syncthreads();
       }
+      for (int j = 0; j < here; j += EXPERTS) {
+        uint4 b[EXPERTS][VECTORS];
+#pragma unroll
+        for (int u = 0; u < EXPERTS; ++u)
+#pragma unroll
+          for (int v = 0; v < VECTORS; ++v)
+            if (j + u < here && expert[j + u] >= 0 && first + v * stride < vectors)
+              b[u][v] = __ldg(bias + expert[j + u] * vectors + first + v * stride);
+#pragma unroll
+        for (int u = 0; u < EXPERTS; ++u)
+#pragma unroll
+          for (int v = 0; v < VECTORS; ++v) {
+            if (j + u >= here || expert[j + u] < 0) continue;
+            float x[8];
+            values_of(b[u][v], x);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) total[v][i] = __fmaf_rn(weight[j + u], x[i], total[v][i]);
+          }
+      }
+    }
+    pdl_launch_dependents();
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      if (first + v * stride >= vectors) continue;
+      float x[8];
+      values_of(row[v], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = total[v][i] + x[i];
+      __stcs(out + token * vectors + first + v * stride,
+             make_uint4(to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]),
+                        to_bf16x2(x[6], x[7])));
     }
   }
 }
 
-// partial [slices, tokens, k]: grad[t] . bias[ids[t, j]] over the columns of each slice, zero if the id is no
-// expert's, in float32 and in a fixed order.
-// Arguments, launch: as of add_biases_bf16.
-// Time: not measured yet. Predicted for 8192 x 2880, top-4: 16 us with sum_slices; with biases from L2 it
-// was 30.
-extern "C" __global__ void __launch_bounds__(SLICE_THREADS, 4)
-    dot_biases_bf16(const uint4* grad, const void* bias, i64 bias_kind, const void* ids, i64 ids_wide,
-                    i64 experts, i64 k, i64 tokens, i64 vectors, float* partial) {
+// grad_probs[t, j] = grad[t] . bias[ids[t, j]], zero if the id is no expert's: float32 over 32 values,
+// float64 beyond, in a fixed order.
+// Traffic: grad is read once (repeated reads hit L1), biases come from L1 and L2.
+// Launch: one thread block per token, one warp per expert of it, eight 16-byte loads in flight per lane.
+// Time, 8192 x 2880, top-4, on an H200: 30 us; 47 MB at 4 TB/s would take 12.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 4)
+    add_biases_bf16_backward(const uint4* grad, const uint4* bias, const void* ids, i64 ids_wide, i64 experts,
+                             i64 k, i64 vectors, i64 probs_kind, void* grad_probs) {
   pdl_wait();
-  DYNAMIC_SHARED(memory);
-  if (bias_kind == F32)
-    dot_slices<F32>(memory, grad, bias, ids, ids_wide, experts, k, tokens, vectors, partial);
-  else
-    dot_slices<BF16>(memory, grad, bias, ids, ids_wide, experts, k, tokens, vectors, partial);
-}
-
-// grad_probs [entries]: sums over slices of partial [slices, entries], in float64 and in their order.
-extern "C" __global__ void sum_slices(const float* partial, i64 slices, i64 entries, i64 probs_kind,
-                                      void* grad_probs) {
-  pdl_wait();
-  const i64 entry = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (entry >= entries) return;
-  double sum = 0.0;
-#pragma unroll 8
-  for (i64 slice = 0; slice < slices; ++slice) sum += (double)partial[slice * entries + entry];
-  store(grad_probs, entry, (int)probs_kind, (double)(float)sum);
+  const i64 token = blockIdx.x, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const uint4* g = grad + token * vectors;
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  for (i64 j = threadIdx.x / 32; j < k; j += warps) {
+    const i64 entry = token * k + j, expert = expert_at(ids, ids_wide, entry, experts);
+    double sum = 0.0;
+    for (i64 first = lane; expert >= 0 && first < vectors; first += 32 * BACKWARD_VECTORS) {
+      uint4 a[BACKWARD_VECTORS], b[BACKWARD_VECTORS];
+#pragma unroll
+      for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+        const i64 at = first + 32 * u;
+        a[u] = at < vectors ? __ldg(g + at) : none;
+        b[u] = at < vectors ? __ldg(bias + expert * vectors + at) : none;
+      }
+      float dot = 0.f;
+#pragma unroll
+      for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+        float x[8], w[8];
+        values_of(a[u], x);
+        values_of(b[u], w);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) dot += x[i] * w[i];
+      }
+      sum += (double)dot;
+    }
+    pdl_launch_dependents();
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
+    if (lane == 0) store(grad_probs, entry, (int)probs_kind, (double)(float)sum);
+  }
 }
 
 // As add_biases_bf16, for any dtypes and widths; float64 is summed in float64, each product and sum rounded.
 // One thread block per token.
-extern "C" __global__ void add_biases_rows(const void* y, const void* bias, i64 kind, i64 bias_kind,
-                                           const void* ids, i64 ids_wide, const void* probs, i64 probs_kind,
-                                           i64 experts, i64 k, i64 width, void* out) {
+extern "C" __global__ void add_biases_rows(const void* y, i64 pitch, const void* bias, i64 kind,
+                                           i64 bias_kind, const void* ids, i64 ids_wide, const void* probs,
+                                           i64 probs_kind, i64 experts, i64 k, i64 width, void* out) {
   pdl_wait();
   const i64 token = blockIdx.x;
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
@@ -215,14 +156,14 @@ extern "C" __global__ void add_biases_rows(const void* y, const void* bias, i64 
       else
         total = __fmaf_rn(load(probs, entry, (int)probs_kind), load(bias, at, (int)bias_kind), total);
     }
-    const i64 from = token * width + i;
-    store(out, from, (int)kind,
+    const i64 from = token * pitch + i;
+    store(out, token * width + i, (int)kind,
           kind == F64 ? wide + load_wide(y, from, F64) : (double)(total + load(y, from, (int)kind)));
   }
 }
 
-// grad_probs[t, j] = grad[t] . bias[ids[t, j]], for any dtypes and widths, summed in float64. One thread
-// block of 256 per token.
+// As add_biases_bf16_backward, for any dtypes and widths, summed in float64. One thread block of 256 per
+// token.
 extern "C" __global__ void add_biases_rows_backward(const void* grad, const void* bias, i64 kind,
                                                     i64 bias_kind, const void* ids, i64 ids_wide, i64 experts,
                                                     i64 k, i64 width, i64 probs_kind, void* grad_probs) {

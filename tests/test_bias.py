@@ -17,26 +17,27 @@ KINDS = BF16, F16, F32, F64
 #: largest relative error of rounding to a dtype, and the smallest number's half, below which it is absolute
 UNIT = {BF16: 2.0**-8, F16: 2.0**-11, F32: 2.0**-24, F64: 2.0**-53}
 TINY = {BF16: 2.0**-134, F16: 2.0**-25, F32: 2.0**-150, F64: 0.0}
-#: (tokens, experts, k, columns): rows of one slice and of several; more experts of a token than lanes; more
-#: tokens than a block takes at a time; of odd widths; nothing of each
+#: (tokens, experts, k, columns, further columns of y): rows of one turn and of two; more experts of a token
+#: than a block holds at once; of odd widths; nothing of each
 SIZES = [
-    (5, 7, 4, 720),
-    (70, 5, 6, 264),
-    (3, 70, 67, 264),
-    (150, 9, 2, 8),
-    (4, 5, 3, 77),
-    (1, 3, 2, 1),
-    *((0, 3, 2, 8), (3, 0, 2, 8), (3, 4, 0, 8), (3, 4, 2, 0)),
+    (5, 7, 4, 720, 48),
+    (2, 5, 6, 4616, 0),
+    (3, 70, 67, 264, 0),
+    (1, 9, 66, 4616, 0),
+    (6, 4, 1, 8, 8),
+    (4, 5, 3, 77, 3),
+    (1, 3, 2, 1, 0),
+    *((0, 3, 2, 8, 0), (3, 0, 2, 8, 0), (3, 4, 0, 8, 0), (3, 4, 2, 0, 5)),
 ]
-LARGE = [(8192, 32, 4, 2880), (1003, 128, 8, 7168), (300, 1000, 8, 1024), (64, 16, 2, 2881)]
+LARGE = [(8192, 32, 4, 2880, 192), (1003, 128, 8, 7168, 0), (64, 16, 2, 2881, 0)]
 BOTH_PATHS = pytest.mark.parametrize("kind", [BF16, F32], ids=str)
 
 
 def problem(sizes, kind, bias_kind=None, probs_kind=F32, ids_kind=np.int32):
     """(y, bias, ids, probs). Ids of no expert have a NaN as probability, and the last expert, which has no
     row, a NaN as bias: neither may be read into a sum."""
-    tokens, experts, k, width = sizes
-    y = values(RNG, (tokens, width), kind)
+    tokens, experts, k, width, more = sizes
+    y = values(RNG, (tokens, width + more), kind)
     bias = RNG.standard_normal((experts, width)).astype(bias_kind or kind)  # no dot product overflows float16
     bias[-1:] = np.nan
     ids = RNG.integers(-2, max(experts, 2), (tokens, k))
@@ -58,11 +59,11 @@ def dense(ids, probs, experts):
 
 def sums_agree(backend, y, bias, ids, probs):
     """Both backends against a matrix product in float64, and with each other bit for bit."""
-    experts, kind, k = len(bias), y.dtype, ids.shape[1]
+    (experts, width), kind, k = bias.shape, y.dtype, ids.shape[1]
     shares, magnitudes = dense(ids, probs, experts)
     b = np.nan_to_num(bias.astype(np.float64))
-    exact = y.astype(np.float64) + shares @ b
-    size = np.abs(y.astype(np.float64)) + magnitudes @ np.abs(b)
+    exact = y[:, :width].astype(np.float64) + shares @ b
+    size = np.abs(y[:, :width].astype(np.float64)) + magnitudes @ np.abs(b)
     # each operand may be rounded (two units), each of k products and k + 1 sums is; in float64 so are the
     # oracle's products and sums, of all experts. Then the result is rounded once.
     unit = UNIT[F64] if kind == F64 else UNIT[F32]
@@ -96,7 +97,7 @@ def dots_agree(backend, grad, bias, ids, probs):
 
 def both_agree(backend, y, *rest):
     sums_agree(backend, y, *rest)
-    dots_agree(backend, y, *rest)
+    dots_agree(backend, np.ascontiguousarray(y[:, : rest[0].shape[1]]), *rest)
 
 
 @BOTH_PATHS
@@ -115,35 +116,36 @@ def test_every_dtype(backend):
     others = itertools.cycle(itertools.product((np.int32, np.int64), KINDS))
     for kind, bias_kind, width in itertools.product(KINDS, KINDS, (136, 21)):
         ids_kind, probs_kind = next(others)
-        both_agree(backend, *problem((3, 5, 3, width), kind, bias_kind, probs_kind, ids_kind))
+        both_agree(backend, *problem((3, 5, 3, width, 0), kind, bias_kind, probs_kind, ids_kind))
 
 
 @BOTH_PATHS
 @over(
     "sizes",
-    reference=[((90, 6, 4, 328),)],
-    on_cpu=[((70, 6, 4, 328),), ((9, 6, 4, 77),)],
-    on_gpu=[((4096, 32, 4, 2880),), ((500, 9, 3, 77),)],
+    reference=[((90, 6, 4, 328, 8),)],
+    on_cpu=[((9, 6, 4, 328, 8),), ((9, 6, 4, 77, 0),)],
+    on_gpu=[((4096, 32, 4, 2880, 192),), ((500, 9, 3, 77, 0),)],
 )
 def test_a_row_depends_on_itself_alone(backend, sizes, kind):
     """Bit for bit: alone, among others, and in another order."""
     y, bias, ids, probs = problem(sizes, kind)
-    order = RNG.permutation(len(y))
-    for function in (add_biases, add_biases_backward):
-        whole = backend.both(function, y, bias, ids, probs)
+    grad, order = np.ascontiguousarray(y[:, : sizes[3]]), RNG.permutation(len(y))
+    for function, of_rows in ((add_biases, y), (add_biases_backward, grad)):
+        whole = backend.both(function, of_rows, bias, ids, probs)
         for rows in (order, order[:3], order[:1]):
-            some = backend.both(function, y[rows], bias, ids[rows], probs[rows])
+            some = backend.both(function, of_rows[rows], bias, ids[rows], probs[rows])
             assert all(same_bits(a, b[rows]) for a, b in zip(some, whole, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_reference_writes_every_element(kind):
     """Of more elements than one thread computes."""
-    given = problem((70, 8, 3, 400), kind)
-    for function in (add_biases, add_biases_backward):
-        wanted = function(*given)
+    y, *rest = problem((70, 8, 3, 400, 7), kind)
+    grad = np.ascontiguousarray(y[:, :400])
+    for function, rows in ((add_biases, y), (add_biases_backward, grad)):
+        wanted = function(rows, *rest)
         out = poisoned(wanted.shape, wanted.dtype)
-        getattr(reference, function.__name__)(*given, out=out)
+        getattr(reference, function.__name__)(rows, *rest, out=out)
         assert same_bits(out, wanted)
 
 
@@ -166,7 +168,7 @@ def test_sums_are_fused_multiply_adds_in_the_order_of_ids():
 def test_refusals():
     y, bias = np.ones((3, 8), np.float32), np.ones((4, 8), np.float32)
     ids, probs = np.zeros((3, 2), np.int32), np.ones((3, 2), np.float32)
-    with pytest.raises(ValueError, match=r"y: got shape \[3, 7\]; wanted \[T, 8\]"):
+    with pytest.raises(ValueError, match=r"y: got shape \[3, 7\]; wanted at least the 8 columns of bias"):
         add_biases(y[:, :7].copy(), bias, ids, probs)
     with pytest.raises(ValueError, match=r"topk_ids: got shape \[2, 2\]; wanted \[3, k\]"):
         add_biases(y, bias, ids[:2], probs)

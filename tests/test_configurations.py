@@ -46,25 +46,19 @@ def test_launcher_constants_match_kernel_constants():
     assert (tile["TILE"], 32 * tile["CHUNKS"]) == (quantize.TILE, quantize.TILE_THREADS)
     assert constants("weight_block.cuh")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
     of_bias = constants("bias.cu")
-    assert (of_bias["SLICE_LANES"], of_bias["SLICE_THREADS"]) == (bias.SLICE_LANES, bias.SLICE_THREADS)
-    at_once = of_bias["SLICE_THREADS"] // of_bias["SLICE_LANES"] * of_bias["TOKENS_IN_FLIGHT"]
-    assert at_once == bias.TOKENS_AT_ONCE
+    assert (of_bias["VECTORS"], of_bias["MOST_THREADS"]) == (bias.VECTORS, bias.MOST_THREADS)
     assert (of_bias["CHUNK"], of_bias["SUM_THREADS"]) == (bias.CHUNK, bias.SUM_THREADS)
     assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
 
 
-@pytest.mark.parametrize(
-    ("tokens", "vectors", "kilobytes"), [(8192, 360, 8), (8192, 896, 64), (1, 1, 1), (9, 9999, 200)]
-)
-def test_slices_of_biases_fill_the_device_once(tokens, vectors, kilobytes):
-    (slices, groups), threads = bias.slices_configuration(tokens, vectors, kilobytes << 10, 132)
-    assert threads == bias.SLICE_THREADS
-    assert slices == -(-vectors // bias.SLICE_LANES)
-    per_group = bias.TOKENS_AT_ONCE
-    assert 1 <= groups <= -(-tokens // per_group)
-    resident = 132 * min(4, 228 // (kilobytes + 1))
-    assert groups == 1 or slices * groups <= resident
-    assert groups == -(-tokens // per_group) or slices * (groups + 1) > resident
+@pytest.mark.parametrize("vectors", [1, 32, 33, 65, 360, 512, 513, 896, 1025])
+def test_add_biases_takes_as_few_turns_and_warps_as_possible(vectors):
+    blocks, threads, shared = bias.add_biases_configuration(7, vectors)
+    assert (blocks, shared) == (7, 0)
+    assert threads in range(32, bias.MOST_THREADS + 1, 32)
+    turns = -(-vectors // (bias.VECTORS * threads))
+    assert turns == -(-vectors // (bias.VECTORS * bias.MOST_THREADS))
+    assert threads == 32 or turns * bias.VECTORS * (threads - 32) < vectors
 
 
 FP8_KERNELS = [

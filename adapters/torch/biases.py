@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives
+from torch.nn.functional import pad
 
 from fp8moe.adapters.torch.halves import asked_for
 from fp8moe.adapters.torch.library import differentiable, once_differentiable, operator_of
@@ -20,7 +21,8 @@ _all_gather: Any = (
 
 
 def add_bias(y: Tensor, bias2: Tensor, ids: Tensor, probs: Tensor, comm: Any, align_size: int) -> Tensor:
-    """y [T, H] with the biases [E, H] of its rows' experts. ids and probs: as `apply_experts` has them."""
+    """The first H columns of y [T, W] with the biases [E, H] of their rows' experts. ids and probs: as
+    `apply_experts` has them."""
     if comm is not None:  # after the experts' exchange, by whose header all ranks know that all have one
         bias2 = _all_gather(bias2.contiguous(), 0, comm.group)
     if align_size:
@@ -56,7 +58,7 @@ class _WithBiases(torch.autograd.Function):
         if isinstance(bias2, _functional_collectives.AsyncCollectiveTensor):  # gathered from all ranks
             bias2 = bias2.trigger_wait()
         ctx.save_for_backward(bias2, ids, probs)
-        ctx.has_tail = has_tail
+        ctx.has_tail, ctx.rest = has_tail, y.shape[1] - bias2.shape[1]
         return _add_biases.run(y.contiguous(), bias2.contiguous(), ids, probs)
 
     @staticmethod
@@ -64,7 +66,9 @@ class _WithBiases(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         bias2, ids, probs = ctx.saved_tensors
         needs_y, needs_bias, _, needs_probs = asked_for(ctx)
-        grad_bias = grad_probs = None
+        grad_y = grad_bias = grad_probs = None
+        if needs_y:
+            grad_y = pad(grad, (0, ctx.rest)) if ctx.rest else grad
         if needs_bias:
             shares = _probs_by_expert(ids, probs, bias2.shape[0]).to(grad.dtype)
             # zeros times a NaN in the gradient of a row of no expert would be a gradient of the bias
@@ -73,7 +77,7 @@ class _WithBiases(torch.autograd.Function):
                 grad_bias = (shares.t() @ rows).to(bias2.dtype)
         if needs_probs:
             grad_probs = _add_biases_backward.run(grad.contiguous(), bias2.contiguous(), ids, probs)
-        return grad if needs_y else None, grad_bias, None, grad_probs, None
+        return grad_y, grad_bias, None, grad_probs, None
 
 
 _with_biases = differentiable(_WithBiases)

@@ -23,7 +23,8 @@ def add_biases(y: ArrayLike, bias: ArrayLike, topk_ids: ArrayLike, topk_probs: A
 
     Parameters
     ----------
-    y : ArrayLike, floating point, [T, H]
+    y : ArrayLike, floating point, [T, W]
+        The first H columns are the rows, so that those of wider products need no copy.
     bias : ArrayLike, floating point, [E, H]
     topk_ids : ArrayLike, int32 or int64, [T, k]
         Ids below 0 or from E on mean no expert and add nothing, whatever their probabilities.
@@ -41,9 +42,10 @@ def add_biases(y: ArrayLike, bias: ArrayLike, topk_ids: ArrayLike, topk_probs: A
     """
     call = enter(y=y, bias=bias, topk_ids=topk_ids, topk_probs=topk_probs)
     a = call.args
-    checks.arrays(("y", a.y, checks.FLOATS, ("T", "H")))
+    checks.arrays(("y", a.y, checks.FLOATS, ("T", "W")))
     width = _check_biases(a.bias, a.topk_ids, a.topk_probs, a.y.shape[0])
-    checks.shape("y", a.y, ("T", width))
+    if width > a.y.shape[1]:
+        raise ValueError(f"y: got shape {list(a.y.shape)}; wanted at least the {width} columns of bias")
     out = call.empty(ArraySpec((a.y.shape[0], width), a.y.dtype))
     call.run("bias", "add_biases", a.y, a.bias, a.topk_ids, a.topk_probs, out=out)
     return call.leave(out)

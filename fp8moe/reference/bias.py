@@ -20,7 +20,7 @@ def add_biases(
     total = np.zeros(out.shape, wide)
     biases, probs = widen(bias, wide), widen(topk_probs, wide)
     split_rows(_add_loop, len(out), biases, topk_ids, probs, total, work=out.size * topk_ids.shape[1])
-    out[:] = (total + widen(y, wide)).astype(out.dtype)
+    out[:] = (total + widen(y[:, : out.shape[1]], wide)).astype(out.dtype)
 
 
 def add_biases_backward(
