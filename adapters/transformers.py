@@ -54,7 +54,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.operands import gates_before_ups, gradient_of_gates_before_ups
 from fp8moe.adapters.torch.operation import refuse_codes
-from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, weights_unchanged
+from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, steps_all, weights_unchanged
 from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions, options_of
 from fp8moe.layer.recipes import RecipeName
 
@@ -166,10 +166,14 @@ class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
         """Whether the weights are declared unchanged now."""
         return self._open is not None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         self._close()
         self._open = contextlib.ExitStack()
-        self._open.enter_context(weights_unchanged(model))
+        # with the optimizer, as nothing ends it after an interrupt of the training
+        steps = isinstance(optimizer, torch.optim.Optimizer) and steps_all(optimizer, model)
+        self._open.enter_context(weights_unchanged(model, optimizer=optimizer if steps else None))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._close()
@@ -310,6 +314,10 @@ class _OfExperts(Holder):
     @staticmethod
     def multiplies_masters(module: Any) -> bool:
         return not (module.is_transposed or _is_interleaved(module))
+
+    @staticmethod
+    def computes(module: Any) -> bool:
+        return _implementation_of(module) in _options
 
     @classmethod
     def shares(cls, module: Any) -> bool:

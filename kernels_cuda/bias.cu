@@ -268,7 +268,9 @@ extern "C" __global__ void expert_sums(const void* sums, i64 kind, const int* of
   const Chunks chunks = {offsets, experts, rows, aligned};
   const i64 at = (i64)blockIdx.y * blockDim.x + threadIdx.x, e = blockIdx.x;
   if (at >= width) return;
-  const i64 first = chunks.first(e), count = (chunks.row(e + 1) - chunks.row(e) + CHUNK - 1) / CHUNK;
+  const i64 first = chunks.first(e), all = rows / CHUNK + (aligned ? 0 : experts);
+  // an offset that is no multiple of CHUNK, although all should be, names no chunk
+  const i64 count = min((chunks.row(e + 1) - chunks.row(e) + CHUNK - 1) / CHUNK, all - first);
   double total = accumulate ? load_wide(out, e * width + at, (int)kind) : 0.0;
 #pragma unroll 8
   for (i64 i = 0; i < count; ++i)

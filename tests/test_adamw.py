@@ -372,7 +372,7 @@ def test_outside_of_a_context_steps_are_torchs():
         assert_fresh(layer)
 
 
-def test_writes_after_a_step_and_steps_that_no_context_allows_raise():
+def test_writes_after_a_step_renew_the_copies_and_steps_that_no_context_allows_raise():
     layer = layer_of()
     optimizer = AdamW(layer.parameters(), lr=1e-2)
     changed = pytest.raises(RuntimeError, match="got changed weights although they were declared unchanged")
@@ -389,8 +389,8 @@ def test_writes_after_a_step_and_steps_that_no_context_allows_raise():
             micro_batch(layer)
             optimizer.step()
             spoil()
-            with changed:
-                micro_batch(layer)
+            assert casts_of(lambda: micro_batch(layer)) == 2
+            assert_fresh(layer)
             optimizer.step()  # which makes copies of the weights as they are now
             assert_fresh(layer)
         micro_batch(layer)

@@ -9,6 +9,7 @@ import os
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -446,3 +447,24 @@ def test_compiled(one_rank):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu(2))])
 def test_on_two_ranks(device, tmp_path):
     torch.multiprocessing.spawn(two_ranks, (str(tmp_path), device), nprocs=2)
+
+
+def test_readers_of_the_memory_get_the_masters():
+    layer = gather_fp8(layer_of())
+    w = layer.w13.detach()
+    wanted = layer.state_dict()["w13"]
+    assert torch.equal(torch.from_dlpack(w), wanted)
+    assert np.array_equal(np.from_dlpack(w), wanted.numpy())
+    file = io.BytesIO()
+    torch.save({"w13": w}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["w13"], wanted)
+    layer.share_memory()
+    assert layer.state_dict()["w13"].is_shared()
+
+
+def test_weights_of_two_modules_are_refused():
+    layers = nn.ModuleList([layer_of(), layer_of()])
+    layers[1].w13 = layers[0].w13
+    with pytest.raises(ValueError, match="w13: got a parameter that two modules have"):
+        gather_fp8(layers)

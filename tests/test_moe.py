@@ -473,6 +473,12 @@ def test_weights_overwritten_before_the_backward_raise():
                 fp8moe.moe_backward(saved, dy)
             _, saved = fp8moe.moe_forward(**arguments, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
+    # the other orientation alone, which the recomputation reads
+    q = fp8moe.quantize_weights(inputs["w13"])
+    _, saved = fp8moe.moe_forward(**{**inputs, "w13": q}, recompute="moe_expert")
+    fp8moe.quantize_weights(-inputs["w13"], columnwise=False, out=fp8moe.Quantized(q.rowwise))
+    with pytest.raises(RuntimeError, match="w13: got FP8 codes that quantize_weights has overwritten"):
+        fp8moe.moe_backward(saved, dy)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -20,6 +20,7 @@ from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.router import Router
+from fp8moe.formats import BFLOAT16
 from fp8moe.records import Record
 from fp8moe.runtime.record_trees import map_arrays
 
@@ -124,3 +125,24 @@ def test_missing_arrays_of_a_backward_are_named(name):
     call = CALLS["moe_backward"]
     with pytest.raises(TypeError, match=rf"saved\.{name}: got None"):
         fp8moe.moe_backward(**call | {"saved": replace(call["saved"], **{name: None})})
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_altered_sums_of_a_bias_are_refused(recipe, later):
+    """Kernels take the kind and the width of the sums from the record."""
+    rng, shapes = np.random.default_rng(0), ((40, 128), (3, 256, 128), (3, 128, 128))
+    x, w13, w2 = (rng.standard_normal(shape).astype(BFLOAT16) for shape in shapes)
+    ids, probs = rng.integers(0, 3, (40, 1)), np.ones((40, 1), np.float32)
+    bias = np.ones((3, 256), np.float32)
+    _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe, bias13=bias)
+    _, operands = fp8moe.moe_backward_input(saved, x)
+    sums = operands.dh_sums
+    widths = sums[:, :10].copy(), np.hstack([sums, sums])
+    for changed in (sums.astype(np.float64), sums.astype(np.float16), *widths):
+        altered = replace(operands, dh_sums=changed)
+        if later:
+            altered = replace(operands, later=(replace(altered, dy=None, a=None, dh=None, x=None),))
+            altered = replace(altered, dy=None, a=None, dh=None, x=None)
+        with pytest.raises((TypeError, ValueError), match=r"operands(\.later\[0\])?\.dh_sums: got"):
+            fp8moe.moe_backward_weight(altered)

@@ -312,8 +312,10 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         """
         weights = self._weights()
         rows = permuted_local_hidden_states, *weights
-        codes = codes_of(self, weights, (rows[0], permuted_probs), self.is_first_microbatch)
-        if self.is_first_microbatch:
+        # calls in evaluation mode may be outside of a schedule, which says nothing about them
+        first = self.is_first_microbatch if self.training else None
+        codes = codes_of(self, weights, (rows[0], permuted_probs), first)
+        if first:
             self.is_first_microbatch = False
         options = self._options.arguments | {"fp8_weights": codes}
         if topk_ids is not None:
@@ -445,10 +447,9 @@ def _set_is_first_microbatch(model: Any) -> None:
     """Megatron's own, which its schedules call before the first micro-batch of a step, leaves it out unless
     the whole model is in FP8."""
     _set_in_fp8(model)
-    if "_fp8moe_experts" not in vars(model):  # a model has thousands of modules
-        vars(model)["_fp8moe_experts"] = [m for m in model.modules() if isinstance(m, FP8FlowExperts)]
-    for experts in model._fp8moe_experts:
-        experts.is_first_microbatch = True
+    for module in model.modules():
+        if isinstance(module, FP8FlowExperts):
+            module.is_first_microbatch = True
 
 
 _set_in_fp8 = MegatronModule.set_is_first_microbatch

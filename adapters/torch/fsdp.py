@@ -66,7 +66,7 @@ def gather_fp8(model: Model) -> Model:
     TypeError
         For a model that is no module, or weights that are sharded already.
     ValueError
-        For a model without experts whose weights can be gathered so.
+        For a model without experts whose weights can be gathered so, or with weights that modules share.
 
     Notes
     -----
@@ -84,7 +84,15 @@ def gather_fp8(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}; wanted a Module, such as a layer of experts")
-    owners = {id(p): (m, n) for m in model.modules() for n, p in m.named_parameters(recurse=False)}
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    for m in model.modules():
+        for name, p in m.named_parameters(recurse=False):
+            if id(p) in owners and state_of(m) is not None:
+                raise ValueError(
+                    f"{name}: got a parameter that two modules have ({type(m).__name__}), which would become "
+                    "two; wanted one module to each weight; leave out gather_fp8, or give one a copy"
+                )
+            owners[id(p)] = m, name
     found = 0
     for module in model.modules():
         weights = state_of(module)

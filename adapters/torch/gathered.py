@@ -93,6 +93,26 @@ class SentAsFP8(Tensor):
             return result
         return tree_map_only(Tensor, lambda t: cls(t, padding), result)
 
+    # readers of the memory, which torch would not tell that there is none: those of NumPy, JAX and pickle
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.masters.detach().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.masters.__dlpack_device__()
+
+    def numpy(self, **options: Any) -> Any:
+        return self.masters.numpy(**options)
+
+    def share_memory_(self) -> SentAsFP8:
+        self.masters.share_memory_()
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self, nn.Parameter) or getattr(self, "_is_param", False):
+            return super().__reduce_ex__(protocol)
+        return self.masters.__reduce_ex__(protocol)
+
     def __tensor_flatten__(self) -> tuple[list[str], Padding]:
         return ["masters"], self.padding
 

@@ -85,6 +85,11 @@ class Holder:
         copies = cls.options(module).weight_copies
         return {"activation": cls.activation(module), "weight_copies": copies}
 
+    @staticmethod
+    def computes(module: Any) -> bool:
+        """Whether this library computes the module's forward now."""
+        return True
+
     @classmethod
     def shares(cls, module: Any) -> bool:
         """Whether forwards share copies within weights_unchanged()."""
@@ -138,6 +143,9 @@ class FP8Weights:
     def of_forward(self, masters: Sequence[Tensor], recording: bool, first: bool | None) -> list[Quantized]:
         """In eager mode. masters: the weights that the forward has read. recording: whether a backward
         follows. first: the forward's ``is_first_microbatch``."""
+        renewed = bool(self.declared) and all(d.renewed for d in self.declared.values())
+        if renewed and not recording and not getattr(self.module, "training", False):
+            return self._quantized(masters)  # an average of the weights may be evaluated, by ``.data``
         copies, capturing = self.copies, is_capturing(masters[-1])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self.declared:
@@ -153,7 +161,11 @@ class FP8Weights:
                     "for the first forward after the weights have changed"
                 )
             copies = self.keep()
-        elif (changed := copies.changed()) is not None:  # type: ignore[union-attr]
+        elif (changed := copies.changed()) is None:  # type: ignore[union-attr]
+            pass
+        elif renewed:
+            copies = self.keep()
+        else:
             raise _changed_error(changed, copies.overwritten, self._is_parametrized(changed))  # type: ignore[union-attr]
         assert copies is not None
         if capturing:
@@ -169,9 +181,11 @@ class FP8Weights:
             )
         copies = self.copies
         if self.declared:
-            if copies is not None and copies.overwritten:
-                raise _changed_error(", ".join(self.masters()), copies.overwritten)
-            if copies is not None and copies.current and not copies.of_capture:
+            overwritten = copies is not None and copies.overwritten
+            renewed = all(d.renewed for d in self.declared.values())
+            if overwritten and not renewed:
+                raise _changed_error(", ".join(self.masters()), overwritten)
+            if not overwritten and copies is not None and copies.current and not copies.of_capture:
                 return copies.records
         elif copies is not None:
             self.release()
@@ -317,6 +331,8 @@ def codes_of(
         return None
     if torch.compiler.is_compiling():
         return weights.of_compiled_forward(masters, None if renewed else first)
+    if not holder.shares(module):  # such as weights that PEFT computes anew, in its forward only
+        return weights._quantized(masters)
     if renewed and first is False:
         copies = weights.copies
         first = copies is None or not copies.current or copies.changed() is not None
@@ -414,8 +430,11 @@ def weights_unchanged(model: nn.Module, *, optimizer: Any = None) -> AbstractCon
         A layer, or a module that contains experts.
     optimizer : torch.optim.Optimizer, list of them, or None
         The optimizer of these weights, for a context around a whole training loop: the copies are dropped
-        before each of its steps, and made in the first forward after it, or by the step of `AdamW`. Compiled
-        forwards after another optimizer's step make copies each time, until the context is entered again.
+        before each of its steps, and made in the first forward after it, or by the step of `AdamW`, and in
+        the first forward after another change that is detected. Forwards without gradients of modules in
+        evaluation mode, and of functions, make copies of their own, so averages of the weights may be
+        evaluated in between. Compiled forwards after another optimizer's step make copies each time, until
+        the context is entered again.
         None: a step inside raises in the next forward.
 
     Returns
@@ -433,9 +452,11 @@ def weights_unchanged(model: nn.Module, *, optimizer: Any = None) -> AbstractCon
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
         optimizer that steps them or, as those of DeepSpeed and Megatron-LM do, tensors that are no
         parameters; ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
-        detects only the first two. Not detected are collectives such as ``torch.distributed.broadcast``; of
-        DTensors operations of ``torch._foreach`` and ``torch.distributed.checkpoint.load``; and in-place
-        operations on weights made under ``torch.inference_mode``.
+        detects only the first two. Not detected are writes through ``.data`` or other views of the memory, as
+        NumPy's; steps of an optimizer whose ``step`` an instance has replaced; collectives such as
+        ``torch.distributed.broadcast``; of DTensors operations of ``torch._foreach`` and
+        ``torch.distributed.checkpoint.load``; and in-place operations on weights made under
+        ``torch.inference_mode``.
 
     Examples
     --------
@@ -525,8 +546,10 @@ def model_report(model: nn.Module) -> str:
         raise TypeError(f"model: got {type(model).__name__}; wanted a Module")
     lines = []
     for name, module in model.named_modules():
-        state_of(module)  # makes those of other libraries' modules
-        if isinstance(vars(module).get("_fp8_weights"), FP8Weights):
+        state = state_of(module)  # makes those of other libraries' modules
+        if state is not None or isinstance(vars(module).get("_fp8_weights"), FP8Weights):
+            if not weights_of(module).holder.computes(module):
+                continue
             recipe = weights_of(module).holder.options(module).recipe
             lines.append(f"{name or '(model)'}: {type(module).__name__}, {recipe}, {in_words(module)}")
     return "\n".join(lines) or "no experts of this library"
@@ -556,18 +579,30 @@ def in_words(module: Any) -> str:
     return f"{gathered}{gathered and ', '}{what} {how}, {nbytes} bytes held"
 
 
-def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> None:
+def _not_stepped(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> str | None:
+    """Name of a weight that requires a gradient and that the optimizers do not step, or None."""
     stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if not all(isinstance(p, nn.Parameter) for p in stepped):
-        return  # an engine's, which writes the weights from them
+        return None  # an engine's, which writes the weights from them
     known = set(map(id, stepped))
-    for name, w in masters.items():
-        if w.requires_grad and w.is_leaf and id(w) not in known:
-            names = " and ".join(type(o).__name__ for o in optimizers) or "none"
-            raise ValueError(
-                f"optimizer: got {names} without the weight {name} {list(w.shape)}, which requires a "
-                "gradient; wanted all optimizers that step the model's experts, in a list"
-            )
+    return next(
+        (name for name, w in masters.items() if w.requires_grad and w.is_leaf and id(w) not in known), None
+    )
+
+
+def steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer steps all of a model's experts that require a gradient."""
+    states = (state_of(module) for module in model.modules())
+    return all(w is None or _not_stepped((optimizer,), w.masters()) is None for w in states)
+
+
+def _check_steps(optimizers: tuple[torch.optim.Optimizer, ...], masters: dict[str, Tensor]) -> None:
+    if (name := _not_stepped(optimizers, masters)) is not None:
+        names = " and ".join(type(o).__name__ for o in optimizers) or "none"
+        raise ValueError(
+            f"optimizer: got {names} without the weight {name} {list(masters[name].shape)}, which requires a "
+            "gradient; wanted all optimizers that step the model's experts, in a list"
+        )
 
 
 # ---- weights that the functions are given

@@ -23,6 +23,8 @@ from fp8moe.runtime.dispatch import NOWHERE, Call, current, enter, operation
 from fp8moe.runtime.interop import Device
 from fp8moe.runtime.record_trees import is_metadata
 
+FLOAT64 = np.dtype(np.float64)
+
 
 def check_gradients(gradients: Any) -> None:
     if type(gradients) is tuple and gradients == GRADIENTS:
@@ -535,6 +537,19 @@ def check_fields_of_operands(operands: Any) -> list[tuple[str, SavedForWeights]]
                 )
             if (not missing) != (getattr(operands, pair[0]) is not None):
                 raise ValueError(f"{name}.{pair[0]}: got one in some chunks only; wanted it in all or none")
+        if chunk.dh_sums is not None:
+            own, first = chunk.dh_sums, operands.dh_sums
+            arrays = all(hasattr(a, "dtype") and len(getattr(a, "shape", ())) == 2 for a in (own, first))
+            if arrays and (own.dtype, own.shape[1]) != (first.dtype, first.shape[1]):  # else refused below
+                raise ValueError(
+                    f"{name}.dh_sums: got {own.dtype} {[*own.shape]}; wanted {first.dtype} and columns of "
+                    f"{[*first.shape]}, as in the first chunk"
+                )
+        if chunk.plan.expert_offsets.shape != operands.plan.expert_offsets.shape:
+            raise ValueError(
+                f"{name}.plan: got one for {chunk.plan.expert_offsets.shape[0] - 1} experts; wanted "
+                f"{operands.plan.expert_offsets.shape[0] - 1}, as in the first chunk"
+            )
     return chunks
 
 
@@ -557,8 +572,14 @@ def _check_operands(operands: SavedForWeights, name: str = "operands") -> None:
     rows = _check_plan(call, name, plan, recipe, "E")
     outer = _rows_of_x(plan, recipe)
     if operands.dh_sums is not None:
-        sums = f"{name}.dh_sums", operands.dh_sums, checks.FLOATS, (num_chunks(rows, plan), "2F")
-        checks.arrays(sums)
+        dh = operands.dh
+        of_sums: list[Any] = [checks.FLOAT32, FLOAT64]
+        if recipe.quantizes:
+            of_sums = [checks.FLOAT32]
+        elif dh is not None:
+            of_sums = [FLOAT64 if dh.dtype == FLOAT64 else checks.FLOAT32]
+        shape = num_chunks(rows, plan), "2F" if dh is None else dh.shape[1]
+        checks.arrays((f"{name}.dh_sums", operands.dh_sums, tuple(of_sums), shape))
     for left, right, of_rows in (("dy", "a", (outer, rows)), ("dh", "x", (rows, outer))):
         first, second = getattr(operands, left), getattr(operands, right)
         if first is None:

@@ -40,12 +40,13 @@ def _codes(q: QuantTensor | Quantized) -> list[Any]:
 
 def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None:
     """How often `quantize` has written to these codes with ``out=``: who keeps them to read them later
-    compares this number. Of both orientations, which it writes together, it is that of the column-wise codes.
-    None while only shapes are known, and for a record without codes, which the operation that reads them
-    refuses. ``name``: of the record, for errors."""
+    compares this number. Of two orientations, each of which can be written alone, it is the sum. None while
+    only shapes are known, and for a record without codes, which the operation that reads them refuses.
+    ``name``: of the record, for errors."""
     if isinstance(q, Quantized):
-        side = "rowwise" if q.columnwise is None else "columnwise"
-        q, name = getattr(q, side), f"{name}.{side}"
+        sides = {n: side for n in ("rowwise", "columnwise") if (side := getattr(q, n)) is not None}
+        counts = [times_overwritten(side, f"{name}.{n}") for n, side in sides.items()]
+        return None if not counts or None in counts else sum(counts)  # type: ignore[arg-type]
     if not isinstance(q, QuantTensor):
         return None
     codes = q.data
