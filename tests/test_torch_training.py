@@ -909,7 +909,7 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
         gemm_weights = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
-    formats = "" if recipe == "bf16" else "e4m3,e4m3"
+    formats = "" if recipe == "bf16" else "e4m3,e4m3,e4m3,e4m3"
     gradients = "dx,dprobs,dw13,dw2", False, False, False, False, formats
     every = Options(LayerOptions(fp8moe.Activation(), recipe, recompute), 0, None, False, *gradients)
     for options in (every, every._replace(gradients="dx,dprobs"), every._replace(gradients="")):

@@ -545,10 +545,10 @@ def check_fields_of_operands(operands: Any) -> list[tuple[str, SavedForWeights]]
                     f"{name}.dh_sums: got {own.dtype} {[*own.shape]}; wanted {first.dtype} and columns of "
                     f"{[*first.shape]}, as in the first chunk"
                 )
-        if chunk.plan.expert_offsets.shape != operands.plan.expert_offsets.shape:
+        offsets = [getattr(c.plan.expert_offsets, "shape", None) for c in (operands, chunk)]
+        if None not in offsets and offsets[0] != offsets[1]:
             raise ValueError(
-                f"{name}.plan: got one for {chunk.plan.expert_offsets.shape[0] - 1} experts; wanted "
-                f"{operands.plan.expert_offsets.shape[0] - 1}, as in the first chunk"
+                f"{name}.plan.expert_offsets: got shape {offsets[1]}; wanted the first chunk's, {offsets[0]}"
             )
     return chunks
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import fp8moe
 from fp8moe.formats import FLOAT8_DTYPES
-from fp8moe.records import QuantTensor
+from fp8moe.records import Quantized, QuantTensor
 from fp8moe.selftest.inputs import EXPERTS, HIDDEN, TOKENS, Inputs, equal
 from fp8moe.selftest.rows import rows_of
 
@@ -57,6 +57,8 @@ def quantized(spread: Any, w13: Any, spoilt: Any) -> tuple[Any, ...]:
         for block in ((1, 128), (1, 32)):
             results.append(fp8moe.quantize(spread, fmt=fmt, block=block, columnwise=True))
         results.append(fp8moe.quantize_weights(w13, fmt=fmt))
+    rows_alone = fp8moe.quantize_weights(w13, columnwise=False).rowwise
+    results.append(Quantized(rows_alone, fp8moe.transpose_codes(rows_alone)))
     values = [fp8moe.dequantize(side) for q in results for side in (q.rowwise, q.columnwise)]
     rows = fp8moe.quantize(spoilt, block=(1, 32))
     columns = fp8moe.quantize(spoilt, block=(32, 1)), fp8moe.scaling_aware_transpose(rows)
