@@ -537,7 +537,7 @@ def check_fields_of_operands(operands: Any) -> list[tuple[str, SavedForWeights]]
                 )
             if (not missing) != (getattr(operands, pair[0]) is not None):
                 raise ValueError(f"{name}.{pair[0]}: got one in some chunks only; wanted it in all or none")
-        if chunk.dh_sums is not None:
+        if chunk is not operands and chunk.dh_sums is not None:
             own, first = chunk.dh_sums, operands.dh_sums
             arrays = all(hasattr(a, "dtype") and len(getattr(a, "shape", ())) == 2 for a in (own, first))
             if arrays and (own.dtype, own.shape[1]) != (first.dtype, first.shape[1]):  # else refused below
