@@ -251,12 +251,8 @@ class _OfRoutedExperts(Holder):
     def is_whole(module: FP8RoutedExperts, name: str, w: Tensor) -> bool:
         return bool(local_of(w).shape == module._shapes[name])
 
-    @staticmethod
-    def options(module: FP8RoutedExperts) -> LayerOptions:
-        return module._options
-
-    @staticmethod
-    def activation(module: FP8RoutedExperts) -> Activation:
+    @classmethod
+    def activation(cls, module: FP8RoutedExperts) -> Activation:
         if type(module.inner_experts) is not GptOssGroupedExperts:
             return SWIGLU
         return Activation("swiglu", module.inner_experts.swiglu_limit, 1.702, 1.0)

@@ -303,8 +303,8 @@ class _OfExperts(Holder):
     def options(module: Any) -> LayerOptions:
         return _options[_implementation_of(module)]
 
-    @staticmethod
-    def activation(module: Any) -> Activation:
+    @classmethod
+    def activation(cls, module: Any) -> Activation:
         return activation_of(module)
 
     @staticmethod
@@ -322,8 +322,7 @@ class _OfExperts(Holder):
     @classmethod
     def shares(cls, module: Any) -> bool:
         # PEFT's target_parameters compute a weight anew at each access
-        name = _implementation_of(module)
-        return name in _options and _options[name].precision.quantizes and not is_parametrized(module)
+        return cls.computes(module) and super().shares(module) and not is_parametrized(module)
 
 
 def _implementation_of(experts: Any) -> str:

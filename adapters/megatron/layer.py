@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from fp8moe.adapters import needs
@@ -28,7 +28,7 @@ from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.weights import FP8Weights, Holder, codes_of, in_words
-from fp8moe.layer.options import ArgumentsBesideRecompute, LayerOptions, options_of
+from fp8moe.layer.options import ArgumentsBesideRecompute, options_of
 from fp8moe.layer.recipes import Recipe
 from fp8moe.runtime import checks
 
@@ -428,19 +428,6 @@ class _OfExperts(Holder):
     @staticmethod
     def masters(module: FP8FlowExperts) -> dict[str, Tensor]:
         return {"weight1": module.weight1, "weight2": module.weight2}
-
-    @staticmethod
-    def options(module: FP8FlowExperts) -> LayerOptions:
-        return module._options
-
-    @staticmethod
-    def activation(module: FP8FlowExperts) -> Activation:
-        return module._options.activation
-
-    @staticmethod
-    def operands(module: FP8FlowExperts, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        first, second = masters
-        return first, second
 
 
 def _set_is_first_microbatch(model: Any) -> None:

@@ -671,14 +671,6 @@ class _OfLayer(Holder):
         return is_whole(w, module._ranks.mesh)
 
     @staticmethod
-    def options(module: FP8FlowMoE) -> LayerOptions:
-        return module._options
-
-    @staticmethod
-    def activation(module: FP8FlowMoE) -> Activation:
-        return module._options.activation
-
-    @staticmethod
     def operands(module: FP8FlowMoE, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         w13, w2 = masters
         return own_experts("w13", w13, module._ranks.mesh), own_experts("w2", w2, module._ranks.mesh)

@@ -62,17 +62,18 @@ class Holder:
     @staticmethod
     def options(module: Any) -> LayerOptions:
         """The options of the module's forward, whose activation is `activation`'s."""
-        raise NotImplementedError
+        return module._options  # type: ignore[no-any-return]
 
-    @staticmethod
-    def activation(module: Any) -> Activation:
+    @classmethod
+    def activation(cls, module: Any) -> Activation:
         """The activation of the module's forward."""
-        raise NotImplementedError
+        return cls.options(module).activation
 
     @staticmethod
     def operands(module: Any, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
         """w13, or w1 and w3, and w2 of this rank, made of the masters."""
-        raise NotImplementedError
+        *first, w2 = masters
+        return first[0] if len(first) == 1 else tuple(first), w2
 
     @staticmethod
     def multiplies_masters(module: Any) -> bool:
@@ -129,6 +130,11 @@ class FP8Weights:
         return _without_module, (self.holder,)
 
     @property
+    def renewed(self) -> bool:
+        """Whether every open context, of at least one, allows steps, so that changes renew the copies."""
+        return bool(self.declared) and all(d.renewed for d in self.declared.values())
+
+    @property
     def copies(self) -> Copies | None:
         """The copies that exist now, of whatever state."""
         if self.kept is not None:
@@ -143,8 +149,7 @@ class FP8Weights:
     def of_forward(self, masters: Sequence[Tensor], recording: bool, first: bool | None) -> list[Quantized]:
         """In eager mode. masters: the weights that the forward has read. recording: whether a backward
         follows. first: the forward's ``is_first_microbatch``."""
-        renewed = bool(self.declared) and all(d.renewed for d in self.declared.values())
-        if renewed and not recording and not getattr(self.module, "training", False):
+        if self.renewed and not recording and not getattr(self.module, "training", False):
             return self._quantized(masters)  # an average of the weights may be evaluated, by ``.data``
         copies, capturing = self.copies, is_capturing(masters[-1])
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
@@ -161,12 +166,10 @@ class FP8Weights:
                     "for the first forward after the weights have changed"
                 )
             copies = self.keep()
-        elif (changed := copies.changed()) is None:  # type: ignore[union-attr]
-            pass
-        elif renewed:
+        elif (changed := copies.changed()) is not None:  # type: ignore[union-attr]
+            if not self.renewed:
+                raise _changed_error(changed, copies.overwritten, self._is_parametrized(changed))  # type: ignore[union-attr]
             copies = self.keep()
-        else:
-            raise _changed_error(changed, copies.overwritten, self._is_parametrized(changed))  # type: ignore[union-attr]
         assert copies is not None
         if capturing:
             copies.captured, self.kept = True, copies
@@ -182,8 +185,7 @@ class FP8Weights:
         copies = self.copies
         if self.declared:
             overwritten = copies is not None and copies.overwritten
-            renewed = all(d.renewed for d in self.declared.values())
-            if overwritten and not renewed:
+            if overwritten and not self.renewed:
                 raise _changed_error(", ".join(self.masters()), overwritten)
             if not overwritten and copies is not None and copies.current and not copies.of_capture:
                 return copies.records
@@ -546,11 +548,9 @@ def model_report(model: nn.Module) -> str:
         raise TypeError(f"model: got {type(model).__name__}; wanted a Module")
     lines = []
     for name, module in model.named_modules():
-        state = state_of(module)  # makes those of other libraries' modules
-        if state is not None or isinstance(vars(module).get("_fp8_weights"), FP8Weights):
-            if not weights_of(module).holder.computes(module):
-                continue
-            recipe = weights_of(module).holder.options(module).recipe
+        state_of(module)  # makes those of other libraries' modules
+        if "_fp8_weights" in vars(module) and (holder := weights_of(module).holder).computes(module):
+            recipe = holder.options(module).recipe
             lines.append(f"{name or '(model)'}: {type(module).__name__}, {recipe}, {in_words(module)}")
     return "\n".join(lines) or "no experts of this library"
 
@@ -571,8 +571,7 @@ def in_words(module: Any) -> str:
     if not weights.holder.shares(module):
         how = "made in each forward, of weights that are computed anew at each access"
     elif weights.declared:
-        renewed = all(d.renewed for d in weights.declared.values())
-        how = "shared in weights_unchanged()" + (" until the optimizer's step" if renewed else "")
+        how = "shared in weights_unchanged()" + (" until the optimizer's step" if weights.renewed else "")
     elif copies is not None and copies.current:
         how = "of quantize_weights()" if copies.requested else "shared by micro-batches"
     what = "FP8 copies" if options.keeps_columnwise else "row-wise FP8 copies"
@@ -613,26 +612,13 @@ class _Given:
 
     def __init__(self, weights: dict[str, Tensor], options: LayerOptions, dropped: Callable[..., Any]):
         self.weights = {name: weakref.ref(w, dropped) for name, w in weights.items()}
-        self.options = options
+        self._options = options
 
 
 class _OfFunction(Holder):
     @staticmethod
     def masters(module: _Given) -> dict[str, Tensor]:
         return {name: cast(Tensor, w()) for name, w in module.weights.items()}
-
-    @staticmethod
-    def options(module: _Given) -> LayerOptions:
-        return module.options
-
-    @staticmethod
-    def activation(module: _Given) -> Activation:
-        return module.options.activation
-
-    @staticmethod
-    def operands(module: _Given, masters: Sequence[Tensor]) -> tuple[Any, Tensor]:
-        *first, w2 = masters
-        return first[0] if len(first) == 1 else tuple(first), w2
 
 
 class _Model(NamedTuple):
@@ -738,8 +724,7 @@ def _affected(optimizer: torch.optim.Optimizer) -> Iterator[tuple[FP8Weights, st
 def _drop_renewed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Drops copies before a step that the open contexts allow."""
     for state, _by in _affected(optimizer):
-        renewed = all(d.renewed for d in state.declared.values()) if state.declared else state.holder.renewed
-        if renewed:
+        if state.renewed if state.declared else state.holder.renewed:
             state.release()
         elif (copies := state.copies) is not None:  # of a step that has not ended
             copies.made_in = None
