@@ -12,7 +12,7 @@ with needs("torch"):
 from torch import Tensor, nn
 
 from fp8moe.activation import halves_of
-from fp8moe.adapters.torch.operands import round_up_to_block
+from fp8moe.adapters.torch.operands import padding_of
 from fp8moe.adapters.torch.weights import FP8Weights, is_capturing, states_written_by
 from fp8moe.ops.adamw import adamw
 from fp8moe.records import Quantized
@@ -209,15 +209,14 @@ def _jobs_of(state: FP8Weights) -> dict[int, _Job]:
         return {}
     made = holder.made(module)
     halves, both = halves_of(made["activation"].kind), made["weight_copies"] == "both"
-    parts = halves // len(firsts)
-    width = round_up_to_block(w2.shape[2])
+    of_firsts, of_w2 = padding_of(len(firsts), w2.shape[2], halves)
     codes: list[Quantized | None] = [None, None]
     left = {*map(id, masters)}
     jobs = {}
     for number, w in enumerate(firsts):
-        options = {"parts": parts, "rows": width, "columnwise": both, "first": number, "of": halves}
+        options = {**of_firsts, "columnwise": both, "first": number, "of": halves}
         jobs[id(w)] = _Job(state, w, options, 0, codes, left)
-    return jobs | {id(w2): _Job(state, w2, {"columns": width, "columnwise": both}, 1, codes, left)}
+    return jobs | {id(w2): _Job(state, w2, {**of_w2, "columnwise": both}, 1, codes, left)}
 
 
 def _is_dense(t: Tensor, w: Tensor) -> bool:

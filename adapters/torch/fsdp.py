@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8moe.activation import halves_of
-from fp8moe.adapters.torch.gathered import Padding, SentAsFP8, send_as_fp8
-from fp8moe.adapters.torch.operands import round_up_to_block
+from fp8moe.adapters.torch.gathered import BLOCK, Padding, SentAsFP8, send_as_fp8
+from fp8moe.adapters.torch.operands import padding_of
 from fp8moe.adapters.torch.sharding import local_of
 from fp8moe.adapters.torch.weights import FP8Weights, state_of
 from fp8moe.runtime import checks
@@ -148,11 +148,10 @@ def _paddings(weights: FP8Weights) -> Iterator[tuple[Tensor, Padding]]:
     *first, second = masters
     halves = halves_of(weights.holder.activation(weights.module).kind)
     ffn = masters[second].shape[2]
-    width = round_up_to_block(ffn)
+    of_first, of_second = padding_of(len(first), ffn, halves) if ffn % BLOCK else ({}, {})
     for name in first:
-        padding = Padding(name) if width == ffn else Padding(name, halves // len(first), rows=width)
-        yield masters[name], padding
-    yield masters[second], Padding(second) if width == ffn else Padding(second, columns=width)
+        yield masters[name], Padding(name, **of_first)
+    yield masters[second], Padding(second, **of_second)
 
 
 def shard_placement(ranks: int | DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

@@ -159,16 +159,23 @@ def _quantized(
     quantize: Any = partial(torch_ops.quantize_weights, columnwise=columnwise)
     if is_gathered(w13):
         w13 = quantized_of(w13, columnwise)
-    elif isinstance(w13, tuple):
-        w13 = quantize(w13, out=out13, rows=round_up_to_block(w13[0].shape[1]))
-    elif isinstance(w13, Tensor):
-        rows = round_up_to_block(w13.shape[1] // halves)
-        w13 = quantize(w13, out=out13, parts=halves, rows=rows)
+    elif not isinstance(w13, Quantized):
+        tensors = w13 if isinstance(w13, tuple) else (w13,)
+        padding, _ = padding_of(len(tensors), len(tensors) * tensors[0].shape[1] // halves, halves)
+        w13 = quantize(w13, out=out13, **padding)
     if is_gathered(w2):
         w2 = quantized_of(w2, columnwise)
     elif not isinstance(w2, Quantized):
-        w2 = quantize(w2, out=out2, columns=round_up_to_block(w2.shape[2]))
+        _, padding = padding_of(1, w2.shape[2], halves)
+        w2 = quantize(w2, out=out2, **padding)
     return w13, w2
+
+
+def padding_of(tensors: int, ffn: int, halves: int) -> tuple[dict[str, int], dict[str, int]]:
+    """How codes are padded to a multiple of 128 of F: arguments of `quantize_weights`, for w13, which is in
+    so many tensors, and for w2."""
+    width = round_up_to_block(ffn)
+    return {"parts": halves // tensors, "rows": width}, {"columns": width}
 
 
 def round_up_to_block(width: int) -> int:
