@@ -376,12 +376,20 @@ def check_saved_tensors(saved: Saved, gradients: Collection[str], name: str = "s
 
 
 @operation
-def check_later_chunk(name: str, record: Saved | SavedForWeights, gradients: Collection[str]) -> None:
-    """Check the arrays of a chunk after the first before anything is sent, or added."""
+def check_later_chunk(
+    name: str,
+    record: Saved | SavedForWeights,
+    gradients: Collection[str],
+    into: SavedForWeights | None = None,
+) -> None:
+    """Check the arrays of a chunk after the first before anything is sent, or added. into: the first chunk,
+    to whose sums those of ``record`` are added."""
     if isinstance(record, Saved):
         check_saved_tensors(record, gradients, name)
     else:
-        _check_operands(record, name)
+        if into is not None:
+            _check_operands(into)
+        _check_operands(record, name, into)
 
 
 def _check_weights(
@@ -537,19 +545,6 @@ def check_fields_of_operands(operands: Any) -> list[tuple[str, SavedForWeights]]
                 )
             if (not missing) != (getattr(operands, pair[0]) is not None):
                 raise ValueError(f"{name}.{pair[0]}: got one in some chunks only; wanted it in all or none")
-        if chunk is not operands and chunk.dh_sums is not None:
-            own, first = chunk.dh_sums, operands.dh_sums
-            arrays = all(hasattr(a, "dtype") and len(getattr(a, "shape", ())) == 2 for a in (own, first))
-            if arrays and (own.dtype, own.shape[1]) != (first.dtype, first.shape[1]):  # else refused below
-                raise ValueError(
-                    f"{name}.dh_sums: got {own.dtype} {[*own.shape]}; wanted {first.dtype} and columns of "
-                    f"{[*first.shape]}, as in the first chunk"
-                )
-        offsets = [getattr(c.plan.expert_offsets, "shape", None) for c in (operands, chunk)]
-        if None not in offsets and offsets[0] != offsets[1]:
-            raise ValueError(
-                f"{name}.plan.expert_offsets: got shape {offsets[1]}; wanted the first chunk's, {offsets[0]}"
-            )
     return chunks
 
 
@@ -566,10 +561,13 @@ def check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, f
     _check_outputs(operands, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
-def _check_operands(operands: SavedForWeights, name: str = "operands") -> None:
+def _check_operands(
+    operands: SavedForWeights, name: str = "operands", into: SavedForWeights | None = None
+) -> None:
     call, recipe, plan = current.call, operands.options.precision, operands.plan
     _refuse_on_cpu(operands.options, call.device)
-    rows = _check_plan(call, name, plan, recipe, "E")
+    experts = "E" if into is None else into.plan.expert_offsets.shape[0] - 1
+    rows = _check_plan(call, name, plan, recipe, experts)
     outer = _rows_of_x(plan, recipe)
     if operands.dh_sums is not None:
         dh = operands.dh
@@ -578,8 +576,11 @@ def _check_operands(operands: SavedForWeights, name: str = "operands") -> None:
             of_sums = [checks.FLOAT32]
         elif dh is not None:
             of_sums = [FLOAT64 if dh.dtype == FLOAT64 else checks.FLOAT32]
-        shape = num_chunks(rows, plan), "2F" if dh is None else dh.shape[1]
-        checks.arrays((f"{name}.dh_sums", operands.dh_sums, tuple(of_sums), shape))
+        number, width = num_chunks(rows, plan), "2F" if dh is None else dh.shape[1]
+        checks.arrays((f"{name}.dh_sums", operands.dh_sums, tuple(of_sums), (number, width)))
+        if into is not None:
+            wanted = (into.dh_sums.dtype,), (number, into.dh_sums.shape[1])
+            checks.arrays((f"{name}.dh_sums", operands.dh_sums, *wanted))
     for left, right, of_rows in (("dy", "a", (outer, rows)), ("dh", "x", (rows, outer))):
         first, second = getattr(operands, left), getattr(operands, right)
         if first is None:

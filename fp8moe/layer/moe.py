@@ -833,7 +833,7 @@ def moe_backward_weight(
     if operands.later:
         check_sums(dtype, wanted, dw13, dw2)
         for name, chunk in chunks[1:]:  # before anything is added
-            check_later_chunk(name, chunk, wanted)
+            check_later_chunk(name, chunk, wanted, replace(operands, later=()))
     total = MoEGrads(None, None, dw13, dw2)
     for chunk in (replace(operands, later=()), *operands.later):
         total = _added(chunk, total, dtype, ffn)
