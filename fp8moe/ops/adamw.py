@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.ops.quantize import quantize_spec
-from fp8moe.records import ArrayLike, ArraySpec, Quantized
+from fp8moe.ops.quantize import count_overwrites, padded_sizes, parts_spec
+from fp8moe.records import ArrayLike, ArraySpec
 from fp8moe.runtime import checks
 from fp8moe.runtime.dispatch import enter, operation
 
@@ -89,18 +89,8 @@ def adamw(
     parts = checks.integer("parts", parts, 1)
     of = parts if of is None else checks.integer("of", of, parts)
     first = checks.integer("first", first, 0, of - parts)
-    if shape[1] % parts:
-        raise ValueError(f"param: got {shape[1]} rows; wanted a multiple of parts = {parts}")
-    rows = shape[1] // parts if rows is None else checks.integer("rows", rows, shape[1] // parts)
-    columns = shape[2] if columns is None else checks.integer("columns", columns, shape[2])
-    if of > 1 and rows % 128:
-        raise ValueError(
-            f"rows: got {rows} of each of {of} parts; wanted a multiple of 128, a block; "
-            f"pass rows={rows + -rows % 128}, which fills up with zeros"
-        )
-    whole = ArraySpec((shape[0], of * rows, columns), a.param.dtype)
-    spec = quantize_spec(whole, "e4m3", (128, 128), "compact", columnwise)
-    spec = spec if columnwise else Quantized(spec)
+    sizes = shape[0], *padded_sizes("param", shape[1], shape[2], parts, of, rows, columns)
+    spec = parts_spec(ArraySpec(sizes, a.param.dtype), "e4m3", columnwise)
     given = {"grad": a.grad, "step": a.step, "settings": a.settings}
     checks.writable("param", (a.param, a.exp_avg, a.exp_avg_sq), **given)
     if a.out is None:
@@ -108,8 +98,7 @@ def adamw(
     else:
         checks.like("out", codes := a.out, spec)
         checks.writable("out", codes, param=a.param, exp_avg=a.exp_avg, exp_avg_sq=a.exp_avg_sq, **given)
-        for side in filter(None, (codes.rowwise, codes.columnwise)):
-            call.count_overwrite(side.data)
+        count_overwrites(codes)
     call.count_overwrite(a.param)
     arrays = a.param, a.grad, a.exp_avg, a.exp_avg_sq, a.step, a.settings
     options = {"parts": parts, "first": first, "of": of, "maximize": maximize}

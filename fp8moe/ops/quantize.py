@@ -33,9 +33,11 @@ QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
 _TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
-def _codes(q: QuantTensor | Quantized) -> list[Any]:
-    sides = (q.columnwise, q.rowwise) if isinstance(q, Quantized) else (q,)
-    return [side.data for side in sides if side is not None]
+def count_overwrites(q: QuantTensor | Quantized) -> None:
+    """Counts a write to codes that a caller has given, for `times_overwritten`."""
+    for side in (q.columnwise, q.rowwise) if isinstance(q, Quantized) else (q,):
+        if side is not None:
+            current.call.count_overwrite(side.data)
 
 
 def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None:
@@ -170,8 +172,7 @@ def raw_quantize(
     if out is None:
         out = call.empty(quantize_spec(x, fmt, block, layout, columnwise))
     else:
-        for codes in _codes(out):
-            call.count_overwrite(codes)
+        count_overwrites(out)
     call.run("quantize", "quantize", x, round_up=round_up, eps=eps, out=out)
     return out
 
@@ -211,20 +212,9 @@ def quantize_parts(
         checks.shape(name, array, dims if i == 0 else tuple(arrays[0].shape))
     experts, height, width = swapped(arrays[0].shape) if transposed else arrays[0].shape
     height *= len(arrays)
-    if height % parts:
-        raise ValueError(f"x: got {height} rows; wanted a multiple of parts = {parts}")
-    height //= parts
-    rows = height if rows is None else checks.integer("rows", rows, height)
-    columns = width if columns is None else checks.integer("columns", columns, width)
-    if parts > 1 and rows % 128:
-        raise ValueError(
-            f"rows: got {rows} of each of {parts} parts; wanted a multiple of 128, a block; "
-            f"pass rows={ceil_div(rows, 128) * 128}, which fills up with zeros"
-        )
-    whole = ArraySpec((experts, parts * rows, columns), arrays[0].dtype)
+    sizes = experts, *padded_sizes("x", height, width, parts, parts, rows, columns)
     checks.choice("fmt", fmt, FORMATS)
-    spec = quantize_spec(whole, fmt, (128, 128), "compact", columnwise)
-    spec = spec if columnwise else Quantized(spec)
+    spec = parts_spec(ArraySpec(sizes, arrays[0].dtype), fmt, columnwise)
     if result is None:
         result = call.empty(spec)
     else:
@@ -233,10 +223,33 @@ def quantize_parts(
     counters.record_cast(weight=True)
     options = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
     if out is not None:
-        for codes in _codes(result):
-            call.count_overwrite(codes)
+        count_overwrites(result)
     call.run("quantize", "quantize_parts", arrays, out=result, **options)
     return result
+
+
+def padded_sizes(
+    name: str, height: int, width: int, parts: int, of: int, rows: int | None, columns: int | None
+) -> tuple[int, int]:
+    """Rows and columns of codes that consist of ``of`` parts, of which an array ``name`` with this height and
+    width has ``parts``. rows, columns: of a part, filled up with zeros; None: as many as it has."""
+    if height % parts:
+        raise ValueError(f"{name}: got {height} rows; wanted a multiple of parts = {parts}")
+    height //= parts
+    rows = height if rows is None else checks.integer("rows", rows, height)
+    columns = width if columns is None else checks.integer("columns", columns, width)
+    if of > 1 and rows % 128:
+        raise ValueError(
+            f"rows: got {rows} of each of {of} parts; wanted a multiple of 128, a block; "
+            f"pass rows={ceil_div(rows, 128) * 128}, which fills up with zeros"
+        )
+    return of * rows, columns
+
+
+def parts_spec(whole: ArraySpec, fmt: str, columnwise: bool) -> Quantized:
+    """Codes of weights in both orientations, or row-wise only."""
+    spec: Any = quantize_spec(whole, fmt, (128, 128), "compact", columnwise)
+    return spec if columnwise else Quantized(spec)  # type: ignore[no-any-return]
 
 
 def check_quantize(
