@@ -63,7 +63,7 @@ class OfFunction(nn.Module):
         return moe_experts_permuted(x, w13, self.w2, counts, probs[:, 0], **options)
 
 
-def of_transformers(device, interleaved=False, **options):
+def of_transformers(device, **options):
     pytest.importorskip("transformers", minversion="5.23")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 

@@ -224,8 +224,7 @@ def _accumulators(ctx: Any, source: Saved | SavedForWeights) -> list[Tensor | No
         return [None] * 3
     following = zip(ctx.names, ctx.next_functions, strict=False)
     nodes = iter([node for name, (node, _) in following if name in OF_WEIGHTS])
-    grads = accumulators_of(ctx, [None if dtype is None else next(nodes) for dtype in ctx.dtypes[0]])
-    return grads
+    return accumulators_of(ctx, [None if dtype is None else next(nodes) for dtype in ctx.dtypes[0]])
 
 
 def _backward(

@@ -78,8 +78,7 @@ def moe_experts(
         ("bf16", "fp8_blockwise"), its gradient is returned as ``grad``. They also add to an existing
         ``grad``, as `set_fuse_wgrad_accumulation` says. If F is not a multiple of 128, the FP8 recipes pad
         the codes with zeros up to the next one. "fp8_flow" does not copy weights, not even pairs, padded or
-        transposed ones; only the gradient of a padded w13 in one tensor is copied once. The other recipes
-        concatenate pairs, and "fp8_blockwise" pads.
+        transposed ones. The other recipes concatenate pairs, and "fp8_blockwise" pads.
     w2 : Tensor or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : Tensor, int32 or int64, [..., k]

@@ -109,7 +109,7 @@ class SentAsFP8(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self, nn.Parameter) or getattr(self, "_is_param", False):
+        if isinstance(self, nn.Parameter):
             return super().__reduce_ex__(protocol)
         return self.masters.__reduce_ex__(protocol)
 

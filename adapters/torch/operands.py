@@ -171,7 +171,7 @@ def _quantized(
     return w13, w2
 
 
-def padding_of(tensors: int, ffn: int, halves: int) -> tuple[dict[str, int], dict[str, int]]:
+def padding_of(tensors: int, ffn: int, halves: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """How codes are padded to a multiple of 128 of F: arguments of `quantize_weights`, for w13, which is in
     so many tensors, and for w2."""
     width = round_up_to_block(ffn)
