@@ -48,7 +48,7 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	$(MAKE) --no-print-directory -j2 -O types-library types-client
-	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r .venv/bin/clang-format --dry-run --Werror
+	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
 # Each takes a core for 50 s.
 types-library:

@@ -29,6 +29,7 @@ from fp8moe.runtime.disk_cache import make_folder
 from fp8moe.runtime.record_trees import map_arrays
 
 HERE = Path(__file__).parent
+SCHEDULER = "schedule.h", "schedule.cpp"
 SIGNATURE = re.compile(r'extern "C" __global__ void((?:\s+__\w+__\([^{]*?\))*)\s+(\w+)\(([^{]*?)\) \{')
 available = shutil.which("g++") is not None
 COMPILER = subprocess.run(["g++", "--version"], capture_output=True).stdout if available else b""
@@ -66,15 +67,17 @@ def folder_of(text, options, make):
 
 
 @functools.cache
-def precompiled(*options):
-    """A folder with `schedule.h`, which takes half of a source's compile time, precompiled with g++'s
-    options."""
+def scheduler(*options):
+    """A folder with `schedule.h`, precompiled with g++'s options, and `schedule.o`."""
 
     def make(folder):
         shutil.copy(HERE / "schedule.h", folder)
         subprocess.run(["g++", *options, "-x", "c++-header", "schedule.h"], cwd=folder, check=True)
+        subprocess.run(
+            ["g++", *OPTIONS, "-c", HERE / "schedule.cpp", "-o", "schedule.o"], cwd=folder, check=True
+        )
 
-    return folder_of((HERE / "schedule.h").read_text(), options, make)
+    return folder_of([(HERE / name).read_text() for name in SCHEDULER], options, make)
 
 
 @functools.cache
@@ -104,12 +107,15 @@ def library(source, defines):
             if f" {name}(" in compiled  # definitions exclude some kernels
         ]
         (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
-        command = ["g++", *options, *macros, "-I", precompiled(*options), "-include", "schedule.h"]
+        scheduled = scheduler(*options)
+        command = ["g++", *options, *macros, "-I", scheduled, "-include", "schedule.h"]
         subprocess.run([*command, "-c", "all.cpp", "-o", "all.o"], cwd=folder, check=True)
-        # without the option above, for which the linker would want GCC's library
-        subprocess.run(["g++", "-shared", "-pthread", "all.o", "-o", "all.so"], cwd=folder, check=True)
+        # without CHECKED, for which the linker would want GCC's library; symbols are the library's own, also
+        # where Python exports one of the same name
+        link = ["g++", "-shared", "-pthread", "-Wl,-Bsymbolic", "all.o", scheduled / "schedule.o"]
+        subprocess.run([*link, "-o", "all.so"], cwd=folder, check=True)
 
-    text = sorted(texts.items()), source, (HERE / "schedule.h").read_text()
+    text = sorted(texts.items()), source, *((HERE / name).read_text() for name in SCHEDULER)
     return ctypes.CDLL(str(folder_of(text, (*options, *macros), make) / "all.so"))
 
 

@@ -5,14 +5,13 @@
 inline void barrier_init(u64* barrier, u32 arrivals = 1, CALLER) { init_barrier(barrier, arrivals, line); }
 inline void barrier_expect(u64* barrier, u32 bytes, CALLER) {
   arrive(barrier, (int)bytes, line);
-  schedule.reached_line(line.line(), current);
+  reached_line(line.line());
   end_turn_perhaps();
 }
 // A copy of `bytes` bytes to `to`, executed by `work` and counted by an mbarrier.
 template <class Work>
 void counted_copy(void* to, u32 bytes, u64* barrier, const Line& line, const Work& work) {
-  check_block_running(barrier_at(barrier, line), line);
-  const int phase = barrier_at(barrier, line).completed;
+  const int phase = phase_now(barrier, line);
   poison_destination(to, bytes);
   written_by_async(to, bytes);
   begin_operation([=] {

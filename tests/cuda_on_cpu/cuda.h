@@ -21,8 +21,8 @@
 
 #define CALLER Line line = Line::current()
 
-inline void __syncthreads(CALLER) { of_block[rank_of_block()].wait("__syncthreads", line); }
-inline void __syncwarp(CALLER) { of_warp[warp_of_cluster()].wait("the others of the warp", line); }
+inline void __syncthreads(CALLER) { wait_for_block(line); }
+inline void __syncwarp(CALLER) { wait_for_warp(line); }
 
 // The values of all lanes of this warp. There are two buffers, so that late lanes can still read the previous
 // call's values.

@@ -4,10 +4,9 @@
 #define DYNAMIC_SHARED(name) u8* const name = dynamic_shared[rank_of_block()]
 #define DYNAMIC_SHARED_TILES(name) DYNAMIC_SHARED(name)
 
-inline void pdl_wait() { this_thread().after_pdl_wait = true; }
+inline void pdl_wait() { after_pdl_wait() = true; }
 inline void pdl_launch_dependents(CALLER) {
-  if (!this_thread().after_pdl_wait)
-    give_up_at("the next launch may start before the one in front is done", line);
+  if (!after_pdl_wait()) give_up_at("the next launch may start before the one in front is done", line);
 }
 inline float f16_to_float(u16 bits) {
   _Float16 h;

@@ -9,7 +9,7 @@ struct TensorMap {  // cuda_on_cpu passes this instead of a CUtensorMap
   i64 unused[12];
 };
 
-inline void cluster_wait(CALLER) { of_cluster.wait("the other blocks of the cluster", line); }
+inline void cluster_wait(CALLER) { wait_for_cluster(line); }
 inline u32 cluster_rank() { return rank_of_block(); }
 inline At at_of_block(const void* p, u32 block) {
   return (At)((u8*)p - dynamic_shared[rank_of_block()] + dynamic_shared[block]);
@@ -85,11 +85,7 @@ void products_wait() {
 template <int COUNT>
 void products_seen(float (&)[COUNT]) {}
 
-inline void named_wait(u32 name, u32 count, CALLER) {
-  ThreadBarrier& meeting = named[rank_of_block() << 24 | name << 16 | count];
-  meeting.members = count;
-  meeting.wait("a named barrier", line);
-}
+inline void named_wait(u32 name, u32 count, CALLER) { wait_for_named(name, count, line); }
 
 inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d, CALLER) {
   const At* rows = warp_values(at, line);
