@@ -16,6 +16,7 @@ from fp8moe.layer.moe import (
     moe_forward_permuted,
     quantize_weights,
 )
+from fp8moe.ops.forms import from_block_fp8, from_mxfp4, to_block_fp8
 from fp8moe.ops.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, permute_gemm
 from fp8moe.ops.layout import to_layout
 from fp8moe.ops.permute import (
@@ -61,6 +62,8 @@ __all__ = [
     "Trace",
     "__version__",
     "dequantize",
+    "from_block_fp8",
+    "from_mxfp4",
     "fsdp",
     "grouped_gemm",
     "grouped_gemm_wgrad",
@@ -90,6 +93,7 @@ __all__ = [
     "swiglu_backward",
     "swiglu_quantize",
     "swiglu_quantize_backward",
+    "to_block_fp8",
     "to_layout",
     "trace",
     "transpose_codes",

@@ -19,7 +19,7 @@ import fp8moe
 #: modules that exist both in `fp8moe.reference` and in `fp8moe.kernels_cuda`
 ROOMS = (
     *("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router"),
-    *("bias", "adamw", "expert_parallel"),
+    *("bias", "adamw", "expert_parallel", "forms"),
 )
 # door -> (package that it requires, how to install it)
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")

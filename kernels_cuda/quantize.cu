@@ -186,16 +186,6 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, PART_BLOCKS)
   write_block<KIND>(v, rule, place, stage, codes, scales, transposed, transposed_scales);
 }
 
-// Loads eight codes from an address of any alignment; zeros in place of those past the first `count`.
-__device__ __forceinline__ uint2 load_codes(const u8* from, i64 count) {
-  if (count >= 8 && (size_t)from % 8 == 0) return *(const uint2*)from;
-  u32 words[2] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (i < count) words[i / 4] |= (u32)from[i] << (8 * (i % 4));
-  return make_uint2(words[0], words[1]);
-}
-
 // The other orientation of (128, 128) blocks: bytes of codes, and scales, transposed.
 // Arguments: codes [matrices, rows, columns], scales [matrices, rows / 128, columns / 128], rounded up; out
 //   and out_scales with the last two dimensions swapped. Any sizes and addresses; those that are no multiples

@@ -96,6 +96,16 @@ __device__ __forceinline__ Eight<FROM> load_some(const void* x, i64 at, i64 coun
   return v;
 }
 
+// Loads eight codes from an address of any alignment; zeros in place of those past the first `count`.
+__device__ __forceinline__ uint2 load_codes(const u8* from, i64 count) {
+  if (count >= 8 && (size_t)from % 8 == 0) return *(const uint2*)from;
+  u32 words[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < count) words[i / 4] |= (u32)from[i] << (8 * (i % 4));
+  return make_uint2(words[0], words[1]);
+}
+
 // Stores the first `count` of N bytes to an address of any alignment.
 template <int N, class Words>
 __device__ __forceinline__ void store_some(u8* to, const Words& words, i64 count) {

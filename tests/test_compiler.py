@@ -96,6 +96,7 @@ def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
         "expert_parallel": ("KIND=BF16", "FMT=0", "MX=0", "PEERS=8"),
         "adamw": ("KIND=BF16", "STATE=BF16", "WHOLE=1"),
         "bias": (),
+        "forms": (),
         "layout": (),
         "permute": (),
         "router": ("PER_LANE=4", "LOSSES=0"),

@@ -132,6 +132,7 @@ def test_every_public_name_has_a_docstring():
     [
         ("adamw", "adamw"),
         ("bias", "add_biases add_biases_backward chunk_sums expert_sums"),
+        ("forms", "place_mxfp4 place_tiles"),
         ("expert_parallel", "limit_rows local_ids pack_rows quantize_and_pack rank_mask unpack_rows"),
     ],
 )
