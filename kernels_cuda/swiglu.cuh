@@ -203,10 +203,11 @@ __device__ __forceinline__ bool any_far(const Eight<FROM>& a, const Eight<FROM>&
 
 // Gradients of eight elements with respect to a and b of h, before the multiplication by the row's
 // probability. Returns their contribution to the probability's gradient. up: gradients of y. far: see gates.
+// y: the forward's values before the same multiplication, or null.
 template <int FROM, bool TESTED = false>
 __device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eight<FROM>& b,
                                                  const Eight<FROM>& up, Activation act, float* da, float* db,
-                                                 bool far = false) {
+                                                 bool far = false, float* y = 0) {
   Gates g;
   float grads[8], part = 0.f;
   floats<FROM>(a, g.a);
@@ -217,6 +218,7 @@ __device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eig
   for (int i = 0; i < 8; ++i) {
     const float gate = g.a[i] * g.s[i], of_gate = grads[i] * g.b[i];
     part = __fmaf_rn(of_gate, gate, part);
+    if (y) y[i] = gate * g.b[i];
     if (ACT == SILU)
       da[i] = of_gate * __fmaf_rn(BARE ? gate : act.alpha * gate, 1.f - g.s[i], g.s[i]);
     else

@@ -141,9 +141,15 @@ def swiglu_quantize_backward(
     activation: Activation,
     expert_offsets: Any,
     sums: Any = None,
+    y: QuantTensor | None = None,
     out: SwigluGrad,
 ) -> None:
-    if sums is not None and not (_is_transposed(out.dh) and _by_blocks(h, grad.shape[1], grad, out.dh)):
+    if _in_tiles(grad, h, y, out.dh):
+        _quantize_backward_tiles(grad, h, probs, activation, expert_offsets, sums, y, out)
+        return
+    if y is not None:
+        _transposed_y(h, probs, activation, expert_offsets, y)
+    if sums is not None:
         dh = scratch(h.shape, np.float32)
         _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh, dprobs=None))
         chunk_sums(dh, expert_offsets, out=sums)
@@ -166,7 +172,11 @@ def swiglu_quantize_backward(
         )
         return
     if _is_transposed(out.dh):
-        _quantize_backward_transpose(grad, h, probs, activation, expert_offsets, sums, out)
+        rowwise = replace(out, dh=out.dh.rowwise)
+        swiglu_quantize_backward(
+            grad, h, probs, activation=activation, expert_offsets=expert_offsets, out=rowwise
+        )
+        scaling_aware_transpose(out.dh.rowwise, expert_offsets, target="block", out=out.dh.columnwise)
         return
     dh = scratch(h.shape, np.float32)
     _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh))
@@ -175,7 +185,7 @@ def swiglu_quantize_backward(
 
 def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any, out: Any) -> None:
     rows, width = h.shape[0], activation.width(h.shape[1])
-    if not _by_blocks(h, width, h, out):
+    if not _by_blocks(h, width, *_results(out)[::2]):
         swiglu_quantize(h, probs, activation=activation, expert_offsets=offsets, out=out.rowwise)
         scaling_aware_transpose(out.rowwise, offsets, target="block", out=out.columnwise)
         return
@@ -194,19 +204,28 @@ def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any
     )
 
 
-def _quantize_backward_transpose(
-    grad: Any, h: Any, probs: Any, activation: Activation, offsets: Any, sums: Any, out: SwigluGrad
+def _in_tiles(grad: Any, h: Any, y: QuantTensor | None, dh: Any) -> bool:
+    """Whether the backward of 128 x 128 tiles writes these results."""
+    if not _is_transposed(dh) and (y is None or not isinstance(dh, QuantTensor)):
+        return False
+    return _by_blocks(h, grad.shape[1], grad, *_results(dh)[::2], None if y is None else y.data)
+
+
+def _quantize_backward_tiles(
+    grad: Any,
+    h: Any,
+    probs: Any,
+    activation: Activation,
+    offsets: Any,
+    sums: Any,
+    y: QuantTensor | None,
+    out: SwigluGrad,
 ) -> None:
-    dh: Any = out.dh
     rows, width = grad.shape
-    if not _by_blocks(h, width, grad, dh):
-        rowwise = replace(out, dh=dh.rowwise)
-        swiglu_quantize_backward(grad, h, probs, activation=activation, expert_offsets=offsets, out=rowwise)
-        scaling_aware_transpose(dh.rowwise, offsets, target="block", out=dh.columnwise)
-        return
     tiles = width // TILE
     partial = None if out.dprobs is None else scratch((tiles, rows), np.float64)
-    defines = _variant(h, activation, dh.rowwise)
+    first = out.dh.rowwise if isinstance(out.dh, Quantized) else out.dh
+    defines = _variant(h, activation, first)
     launch(
         "swiglu_transpose",
         "swiglu_quantize_backward_transpose",
@@ -218,9 +237,11 @@ def _quantize_backward_transpose(
         *_constants(activation),
         rows,
         width,
-        *_results(dh),
+        *_results(out.dh),
+        *((None, None) if y is None else (y.data, y.scales)),
         partial,
         sums,
+        shared=(activation.columns(1) + (y is not None)) * _bytes_of_tile(first.fmt),
         defines=defines if sums is None else (*defines, "SUMS=1"),
     )
     if partial is not None:
@@ -228,18 +249,34 @@ def _quantize_backward_transpose(
         launch("swiglu_transpose", "sum_tiles", threads(rows), 256, *arguments, defines=defines)
 
 
+def _bytes_of_tile(fmt: str) -> int:
+    """Of `Made` in swiglu_transpose.cu: codes, and of each row its scale and one factor, or two for e5m2."""
+    return TILE * TILE + (2 if fmt == "e4m3" else 3) * 4 * TILE
+
+
+def _transposed_y(h: Any, probs: Any, activation: Activation, offsets: Any, y: QuantTensor) -> None:
+    rows, width = h.shape[0], activation.width(h.shape[1])
+    codes, scales = scratch((rows, width), np.uint8), scratch((rows, -(-width // TILE)), np.float32)
+    rowwise = QuantTensor(codes, scales, y.fmt, (1, TILE))
+    swiglu_quantize(h, probs, activation=activation, expert_offsets=offsets, out=rowwise)
+    scaling_aware_transpose(rowwise, offsets, target="block", out=y)
+
+
 def _is_transposed(out: Any) -> bool:
     """Whether the column-wise codes are the transposed row-wise codes."""
     return isinstance(out, Quantized) and out.columnwise.block == (128, 128)
 
 
-def _by_blocks(h: Any, width: int, grad: Any, out: Quantized) -> bool:
-    """Whether the kernels of 128 x 128 tiles support these arrays."""
+def _by_blocks(h: Any, width: int, *others: Any) -> bool:
+    """Whether the kernels of 128 x 128 tiles support these arrays, of which some may be None."""
     whole = h.shape[0] % TILE == 0 and width % TILE == 0
-    return whole and all(a.ptr % 16 == 0 for a in (h, grad, out.rowwise.data, out.columnwise.data))
+    return whole and all(a.ptr % 16 == 0 for a in (h, *others) if a is not None)
 
 
-def _results(out: Quantized) -> tuple[Any, ...]:
+def _results(out: QuantTensor | Quantized) -> tuple[Any, ...]:
+    """Codes and scales of both orientations; None for those that are not written."""
+    if isinstance(out, QuantTensor):
+        return out.data, out.scales, None, None
     return out.rowwise.data, out.rowwise.scales, out.columnwise.data, out.columnwise.scales
 
 

@@ -56,7 +56,8 @@ struct Share {
   }
 };
 
-// The results of both kernels; blocks: scale blocks per row.
+// The results of both kernels; blocks: scale blocks per row. Without row_codes or without codes the others
+// alone are written.
 struct Written {
   u32 rows, blocks;
   u8* row_codes;
@@ -162,7 +163,7 @@ template <u32 BLOCKS>
 __device__ __forceinline__ void store_scales(float scale, const Share& own, const Written& to, Made* made) {
   if (own.j >= STEPS * BLOCKS) return;
   const u32 block = own.j / STEPS, step = own.j % STEPS;
-  *to.row_scale(own.row + step, own.column + block * own.across) = fabsf(scale);
+  if (to.row_codes) *to.row_scale(own.row + step, own.column + block * own.across) = fabsf(scale);
   made[block].scales[own.inside + step] = fmaxf(scale, 0.f);
 }
 
@@ -174,10 +175,10 @@ __device__ __forceinline__ void write_no_rows(const Share& own, const Written& t
   for (u32 n = 0; n < BLOCKS; ++n) {
     const u32 block = own.column + n * own.across;
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < TILE * TILE / 16; i += BLOCK_THREADS)
+    for (u32 i = threadIdx.x; to.row_codes && i < TILE * TILE / 16; i += BLOCK_THREADS)
       ((uint4*)to.row(first + i / 8, block))[i % 8] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < TILE) *to.row_scale(first + threadIdx.x, block) = 1.f;
-    if (threadIdx.x == 0) *to.scale(own.tile_row, block) = 0.f;
+    if (to.row_codes && threadIdx.x < TILE) *to.row_scale(first + threadIdx.x, block) = 1.f;
+    if (to.codes && threadIdx.x == 0) *to.scale(own.tile_row, block) = 0.f;
   }
 }
 
@@ -206,7 +207,8 @@ __device__ __forceinline__ float largest_scale(const Made& made) {
 template <u32 BLOCKS>
 __device__ __forceinline__ void write_tiles(Made* made, const Share& own, bool owned, const Written& to) {
 #pragma unroll
-  for (u32 n = 0; n < BLOCKS; ++n) write_rows(made[n], own, own.column + n * own.across, to);
+  for (u32 n = 0; to.row_codes && n < BLOCKS; ++n) write_rows(made[n], own, own.column + n * own.across, to);
+  if (!to.codes) return;
   const u32 row = threadIdx.x % TILE;
 #pragma unroll
   for (u32 n = 0; n < BLOCKS; ++n) {
@@ -304,40 +306,51 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
   write_tiles<1>(made, own, owned, to);
 }
 
+// Blocks per multiprocessor: as many as leave enough registers. With three, 8 to 40 bytes were spilled by
+// GELU by tanh, for float16 and, on other architectures than sm_90a, with clamp or offset.
+#define SPILLS_WITH_THREE (GATED && (ACT == GELU_TANH || KIND == F16 || (!BARE && __CUDA_ARCH__ != 900)))
+#define BACKWARD_BLOCKS \
+  (KIND == F32 || SUMS || SPILLS_WITH_THREE ? 2 : !GATED && KIND == BF16 && BARE && ACT == SILU ? 4 : 3)
+
 // The same for dh [rows, HALVES width], one tile of each half per thread block; partial [width / 128, rows]
 // float64: each tile's contribution to dprobs, or null; with SUMS, sums [rows / 128, HALVES width] of the
 // float32 values of each tile's rows, unless no expert owns them. Traffic: grad and h are read once, both
-// codes are written once, plus 8 bytes per row and tile. Design: within a training step the clock is a
-// quarter lower, and these kernels are limited by instructions:
+// codes are written once, plus 8 bytes per row and tile. y_codes [width, rows], y_scales [width / 128, rows /
+// 128], or null: the transposed codes that the forward's y would have, of the same read of h; with them codes
+// and scales may be null.
+// Shared memory: `Made` for each tile of codes, of dh and then of y.
+// Design: within a training step the clock is a quarter lower, and these kernels are limited by instructions:
 //   34 per value of grad (forward: 21), of which 21 compute and encode it; 50 (31) before steps shared
 //   addresses and probabilities and factors were ratios of scales; 35 (22) before these were computed once
 //   per row of the tile. With 35 (22), 139,264 x 768 right after GEMMs: 344 to 305 us, forward 181 to 176;
 //   with three resident thread blocks per SM instead of four 312. Alone: 317 to 303 and 177 to 174. The
 //   row-wise kernel followed by the transpose took 358 where this one took 314.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 || SUMS                   ? 2
-                                                            : KIND == BF16 && BARE && ACT == SILU ? 4
-                                                                                                  : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                        const int* offsets, i64 experts, float clamp, float alpha,
                                        float offset, i64 rows, i64 width, u8* row_codes, float* row_scales,
-                                       u8* codes, float* scales, double* partial, float* sums) {
+                                       u8* codes, float* scales, u8* y_codes, float* y_scales,
+                                       double* partial, float* sums) {
   pdl_wait();
-  __shared__ Made made[HALVES];
+  DYNAMIC_SHARED(shared);
+  Made* const made = (Made*)shared;
   const Activation act = {clamp, alpha, offset};
   const Share own((u32)width);
   const Written to = {(u32)rows, HALVES * own.across, row_codes, row_scales, codes, scales};
+  const Written of_y = {(u32)rows, own.across, 0, 0, y_codes, y_scales};
   const int first = (int)(own.tile_row * TILE);
   const float probs_of_lanes = load_probs(probs, probs_kind, own);
   const u32 up_pitch = (u32)width / 8 * BYTES, pitch = HALVES * up_pitch;
   const u8 *a_at = own.values_of(h, pitch), *b_at = kept(a_at + up_pitch);
   const u8* up_at = own.values_of(grad, up_pitch);
   const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
-  float own_scale = 0.f;
+  float own_scale = 0.f, scale_of_y = 0.f;
   double own_sum = 0.0;
   float of_columns[HALVES][16] = {};
   if (offsets && first >= offsets[experts]) {
     write_no_rows<HALVES>(own, to);
+    if (y_codes) write_no_rows<1>(own, of_y);
     if (partial && threadIdx.x < TILE) partial[own.column * rows + first + threadIdx.x] = 0.0;
     return;
   }
@@ -352,11 +365,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 || SUMS 
     }
     const float prob = prob_of_step(probs_of_lanes, step);
     const bool far = far_anywhere(a);
-    float d[2][16], parts[2];  // da, db
+    float d[2][16], y[1][16], parts[2];  // d: da, db
 #pragma unroll
     for (int u = 0; u < 2; ++u)
-      parts[u] =
-          eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far);
+      parts[u] = eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u,
+                                                       far, y[0] + 8 * u);
+    if (y_codes) {
+      const float scale = make_blocks<1>(y, prob, own.j, codes_at + HALVES * sizeof(Made) + step * TILE);
+      if (own.j % STEPS == step) scale_of_y = scale;
+    }
 #pragma unroll
     for (u32 i = 0; SUMS && i < HALVES * 16; ++i)
       of_columns[i / 16][i % 16] = __fmaf_rn(d[i / 16][i % 16], prob, of_columns[i / 16][i % 16]);
@@ -368,12 +385,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 || SUMS 
     if (own.j % STEPS == step) own_sum = sum;
   }
   store_scales<HALVES>(own_scale, own, to, made);
+  if (y_codes) store_scales<1>(scale_of_y, own, of_y, made + HALVES);
   if (SUMS) write_sums<HALVES>(of_columns, own, sums + (u64)own.tile_row * (to.blocks * TILE));
   if (partial && own.j < STEPS) partial[own.column * rows + own.row + own.j] = own_sum;
   const bool owned = !offsets || first >= offsets[0];  // by an expert
   pdl_launch_dependents();
   __syncthreads();
   write_tiles<HALVES>(made, own, owned, to);
+  if (y_codes) write_tiles<1>(made + HALVES, own, owned, of_y);
 }
 
 // dprobs [rows]: sums of the tiles' contributions, in tile order.

@@ -101,6 +101,30 @@ def test_recipes_stay_within_their_precision(recipe, activation):
         assert relative(a, b) < bound
 
 
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fp8_flow_makes_the_activation_of_h(activation, recompute):
+    """w2's gradient is that of the scaling-aware transpose of the codes that the forward multiplied, bit for
+    bit, of which nothing is saved; alone, it saves these codes and not h, which is larger."""
+    inputs, dy = layer_inputs(9, dropped=0.1)
+    inputs["w13"] = inputs["w13"][:, : activation.columns(128)].copy()
+    options = {"recipe": "fp8_flow", "activation": activation}
+    _, whole = fp8moe.moe_forward(**inputs, **options)
+    plan, offsets = whole.plan, whole.plan.expert_offsets
+    placed = {"expert_offsets": offsets, "align_size": plan.align_size}
+    rowwise = fp8moe.swiglu_quantize(whole.h, whole.probs, activation=activation, **placed)
+    a = fp8moe.scaling_aware_transpose(rowwise, **placed, target="block")
+    rows = fp8moe.permute_transpose(fp8moe.quantize(dy), plan, target="block")
+    wanted = fp8moe.grouped_gemm_wgrad(rows, a, offsets)
+    for gradients in (("dx", "dprobs", "dw13", "dw2"), ("dx", "dw2"), ("dw2",)):
+        alone = gradients == ("dw2",) and not recompute
+        _, saved = fp8moe.moe_forward(**inputs, **options, recompute=recompute, gradients=gradients)
+        assert (saved.a is None, saved.h is None) == (not alone, alone or recompute is not None)
+        assert same_bits(fp8moe.moe_backward(saved, dy, gradients=gradients).dw2, wanted)
+        if alone:
+            assert_same(saved.a, rowwise)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 def test_recompute_is_bitwise_equal_and_saves_memory(recipe):
     inputs, dy = layer_inputs(2)
@@ -202,7 +226,9 @@ def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
             assert a is None or same_bits(a, b), gradients
         assert first.launches + second.launches == whole.launches
         assert first.casts + second.casts == whole.casts
-        assert set(first.launches) <= OF_INPUTS
+        # w2's gradient alone: nothing reads h in the pass that would make the activation's transposed codes
+        alone = {"scaling_aware_transpose"} if recipe == "fp8_flow" and gradients == ("dw2",) else set()
+        assert set(first.launches) <= OF_INPUTS | alone
         assert set(second.launches) <= OF_WEIGHTS
         of_weights_wanted = sum(name in gradients for name in ("dw13", "dw2"))
         assert second.launches["grouped_gemm_wgrad"] == of_weights_wanted
@@ -588,7 +614,9 @@ def test_fp8_step_releases_temporaries_after_their_last_use(experts, copies):
     # blocks of (128, 128)
     columns, x_columns, a_columns = (n // 2 + n // 2**13 for n in (2 * narrow, wide, narrow))
     x = tokens * hidden * (1 + 1 / 32)
-    saved_and_dy = x + 2 * narrow + a_columns + y.nbytes + x
+    saved_and_dy = x + 2 * narrow + y.nbytes + x
+    assert saved.nbytes <= x + 2 * narrow + 32 * (rows + tokens * k)
+    columns += a_columns  # of dh and, made in the same pass, of the activation
     new = columns + grads.dx.nbytes
     # codes that dgrad multiplies by, one weight after the other
     w2 = experts * hidden * ffn * (1 + 4 / 128**2) if copies == "rowwise" else 0
@@ -611,6 +639,11 @@ def test_gradients_that_were_not_saved_for_raise(recipe, kept, asked, name):
     inputs, dy = layer_inputs(3)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, gradients=[kept])
     fp8moe.moe_backward(saved, dy, gradients=[kept])
+    if recipe == "fp8_flow" and name == "a":  # which is made of h
+        _, whole = fp8moe.moe_forward(**inputs, recipe=recipe)
+        got = fp8moe.moe_backward(saved, dy, gradients=[asked])
+        assert same_bits(got.dw2, fp8moe.moe_backward(whole, dy).dw2)
+        saved = replace(saved, h=None)
     with pytest.raises(ValueError, match=f"gradients: got '{asked}', but saved.{name} is None"):
         fp8moe.moe_backward(saved, dy, gradients=[asked])
 
@@ -870,8 +903,12 @@ def test_a_backward_refuses_tensors_that_its_forward_did_not_save(recipe):
 
     plan = saved.plan
     plans = [replace(plan, **{size: getattr(plan, size) + 1}) for size in ("num_tokens", "num_experts")]
+    of_w2 = {"gradients": ["dw2"]}
+    _, alone = fp8moe.moe_forward(**inputs, recipe=recipe, **of_w2)
+    a = () if recipe == "fp8_flow" else ("a",)
     for name, record, fields, backward in (
-        ("saved", saved, ("x", "h", "a", "probs", "w13", "w2"), lambda r: fp8moe.moe_backward(r, dy)),
+        ("saved", saved, ("x", "h", "probs", "w13", "w2", *a), lambda r: fp8moe.moe_backward(r, dy)),
+        ("saved", alone, ("a", "probs"), lambda r: fp8moe.moe_backward(r, dy, **of_w2)),
         ("operands", operands, ("dy", "a", "dh", "x"), fp8moe.moe_backward_weight),
     ):
         backward(record)

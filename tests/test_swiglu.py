@@ -32,7 +32,9 @@ from hypothesis import strategies as st
 from oracles import quantized, stored, torch_swiglu
 
 import fp8moe
-from fp8moe import Activation, QuantTensor
+from fp8moe import Activation, Quantized, QuantTensor
+from fp8moe.ops.swiglu import activation_spec, raw_swiglu_quantize_backward
+from fp8moe.runtime.dispatch import current, operation
 from fp8moe.runtime.record_trees import arrays_in
 
 reference = importlib.import_module("fp8moe.reference.swiglu")
@@ -307,10 +309,31 @@ def codes_are_transposed_in_the_same_pass(backend, dtype, fmt, activation, rows,
         assert same_bits(actual.columnwise.scales, transposed.scales)
         assert actual.columnwise.block == transposed.block
 
+    def with_y(transposed, grad, h, probs=None, offsets=None):
+        """The backward with the forward's transposed codes."""
+
+        @operation
+        def both(grad, h, probs, offsets):
+            of_y = activation_spec(grad.shape, fmt, (1, 128), False, True, offsets, 128)
+            y, placed = current.call.empty(of_y.columnwise), {"expert_offsets": offsets, "align_size": 128}
+            of_dh = {"fmt": fmt, "activation": activation, "transposed": transposed}
+            return raw_swiglu_quantize_backward(grad, h, probs, **of_dh, **placed, y=y), y
+
+        return backend.both(both, grad, h, probs, offsets)[1]
+
     for weights in ((probs,), ()):
         arguments = (h, *weights)
         one, two = (run(fp8moe.swiglu_quantize, *arguments, transposed=t) for t in (True, False))
         check(one, two)
+        for transposed in (True, False):
+            grads, y = with_y(transposed, grad, *arguments, *([] if weights else [None]), offsets)
+            check(Quantized(two, y), two)
+            plain = run(fp8moe.swiglu_quantize_backward, grad, *arguments)
+            assert_same(grads.dh.rowwise if transposed else grads.dh, plain.dh)
+            if transposed:
+                check(grads.dh, plain.dh)
+            if weights:
+                np.testing.assert_allclose(grads.dprobs, plain.dprobs, rtol=2.0**-22, atol=2.0**-149)
         one, two = (
             run(fp8moe.swiglu_quantize_backward, grad, *arguments, transposed=t) for t in (True, False)
         )

@@ -291,14 +291,14 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     chunks = with_names("saved", saved)
     for name, chunk in chunks:
         _check_fields(name, chunk, ("probs", "x", "h", "a", "bias13"))
-    quantizes = saved.options.precision.quantizes
+    recipe = saved.options.precision
     for field in ("w13", "w2"):
         weight = getattr(saved, field)
         if weight is None:
             continue
         quantised = isinstance(weight, (Quantized, QuantTensor))
         no_array = not quantised and (is_metadata(weight) or isinstance(weight, (list, tuple)))
-        if no_array or quantised != quantizes:
+        if no_array or quantised != recipe.quantizes:
             raise TypeError(f"saved.{field}: got {type(weight).__name__}; wanted the forward's weights")
     if type(saved.overwritten) is not tuple or len(saved.overwritten) != 2:
         raise TypeError(f"saved.overwritten: got {type(saved.overwritten).__name__}; wanted the forward's")
@@ -321,7 +321,7 @@ def check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
             if saved.options.recompute:  # of x and w13
                 if gradients and field == "x":
                     raise TypeError(f"{name}.x: got None; wanted the forward's rows, for recompute")
-            elif missing:
+            elif missing and not (field == "a" and recipe.makes_activation and chunk.h is not None):
                 raise ValueError(
                     f"gradients: got {missing[0]!r}, but {name}.{field} is None; wanted it in the forward's "
                     "gradients, too"
@@ -373,7 +373,9 @@ def check_saved_tensors(saved: Saved, gradients: Collection[str], name: str = "s
     )
     of_weights = None if recipe.quantizes else saved.w13.dtype
     _check_bias(f"{name}.bias13", saved.bias13, of_weights, (experts, columns))
-    _check_rows(f"{name}.a", saved.a, recipe, dtypes, (rows, ffn), transposed=recipe.scaling_aware)
+    _check_rows(f"{name}.a", saved.a, recipe, dtypes, (rows, ffn))
+    if saved.a is not None and recipe.scaling_aware:  # it is transposed
+        checks.powers_of_two(call, f"{name}.a", saved.a)
 
 
 @operation

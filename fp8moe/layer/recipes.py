@@ -37,7 +37,9 @@ from fp8moe.ops.swiglu import (
     raw_swiglu_backward,
     raw_swiglu_quantize,
     raw_swiglu_quantize_backward,
+    transposed_y,
 )
+from fp8moe.ops.transpose import raw_scaling_aware_transpose
 from fp8moe.records import Quantized, QuantTensor
 from fp8moe.runtime import checks
 
@@ -60,6 +62,8 @@ class Recipe:
     of x and dy must be powers of two.
     gradient_in_parts: whether w13's gradient can be computed for w1 and w3 separately, and without the
     columns that pad F.
+    makes_activation: whether the backward makes the activation's output of h, so that the forward saves it
+    only where h is not saved.
     forward, backward_input, backward_weight: the steps, functions of this file. forward returns y and fields
     of `Saved`, backward_input dx, dprobs and fields of `SavedForWeights`, backward_weight dw13 and dw2.
     """
@@ -73,6 +77,7 @@ class Recipe:
     format_between_ranks: str | None
     scaling_aware: bool
     gradient_in_parts: bool
+    makes_activation: bool
     forward: Callable[..., tuple[Any, dict[str, Any]]]
     backward_input: Callable[..., tuple[Any, Any, dict[str, Any]]]
     backward_weight: Callable[..., tuple[Any, Any]]
@@ -96,13 +101,13 @@ def _forward_fp8_flow(x, w13, w2, bias13, plan, probs, options, gradients):  # t
     first = permute_gemm(x, w13.rowwise, plan, probs, bias=bias13, **options.gemm)  # x is FP8 already: cast 1
     h, saved = first.data, {"probs": first.probs, "x": x}
     del first
-    transposed = "dw2" in gradients and not options.recompute
-    a = _activate(h, saved["probs"], plan, options.activation, transposed)
-    rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    saved |= {"h": _kept_h(h, options, gradients), "a": columnwise}
-    del h, a
-    rows_of_y = raw_grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets, int32_counts(plan), **options.gemm)
-    del rowwise
+    a = _activate(h, saved["probs"], plan, options.activation)
+    # the backward makes the activation in the pass over h
+    alone = "dw2" in gradients and not of_h(gradients) and not options.recompute
+    saved |= {"h": _kept_h(h, options, gradients), "a": a if alone else None}
+    del h
+    rows_of_y = raw_grouped_gemm(a, w2.rowwise, plan.expert_offsets, int32_counts(plan), **options.gemm)
+    del a
     return unpermute(rows_of_y, plan), saved
 
 
@@ -118,25 +123,29 @@ def _kept_h(h: Any, options: Any, gradients: Collection[str]) -> Any:
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets, options = saved.plan, saved.plan.expert_offsets, saved.options
-    h, a, dh, dx, dprobs, sums = saved.h, saved.a, None, None, None, None
+    h, a, dh, dx, dprobs, sums = saved.h, None, None, None, None, None
+    placed: dict[str, Any] = {"expert_offsets": offsets, "align_size": plan.align_size}
     if options.recompute and gradients:
         h = permute_gemm(saved.x, saved.w13.rowwise, plan, bias=saved.bias13, **options.gemm).data
-        if "dw2" in gradients:
-            a = _activate(h, saved.probs, plan, options.activation, transposed=True).columnwise
+    if "dw2" in gradients and not of_h(gradients):
+        rowwise = _activate(h, saved.probs, plan, options.activation) if saved.a is None else saved.a
+        a = raw_scaling_aware_transpose(rowwise, **placed, target=_TARGET)
+        del rowwise
     if of_h(gradients):
         # dy is FP8 already: cast 2
         da = permute_gemm(dy, _columnwise(saved.w2), plan, **options.gemm).data
         sums = sums_of_chunks(h, plan) if "dbias13" in gradients else None
         transposed = "dw13" in gradients or sums is not None  # its kernel computes the sums
+        a = transposed_y(h, options.activation, **placed) if "dw2" in gradients else None
         grad = raw_swiglu_quantize_backward(
             da,
             h,
             saved.probs,
-            expert_offsets=offsets,
-            align_size=plan.align_size,
+            **placed,
             activation=options.activation,
             transposed=transposed,
             sums=sums,
+            y=a,
         )
         dprobs_of_rows = grad.dprobs
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
@@ -171,11 +180,9 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     return tuple(raw_grouped_gemm_wgrad(dh, transposed, offsets, out, **options) for dh, out in both), dw2
 
 
-def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untyped-def]
-    options = {"activation": activation, "transposed": transposed}
-    return raw_swiglu_quantize(
-        h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, **options
-    )
+def _activate(h, probs, plan, activation):  # type: ignore[no-untyped-def]
+    placed = {"expert_offsets": plan.expert_offsets, "align_size": plan.align_size}
+    return raw_swiglu_quantize(h, probs, activation=activation, **placed)
 
 
 # One scale per tile, as in the paper's transpose. One scale per column would keep the last bits of values of
@@ -319,6 +326,7 @@ _BF16 = Recipe(
     format_between_ranks=None,
     scaling_aware=False,
     gradient_in_parts=False,
+    makes_activation=False,
     forward=_forward_bf16,
     backward_input=_backward_input_bf16,
     backward_weight=_backward_weight_bf16,
@@ -333,6 +341,7 @@ _FP8_BLOCKWISE = Recipe(
     format_between_ranks=None,
     scaling_aware=False,
     gradient_in_parts=False,
+    makes_activation=False,
     forward=_forward_fp8_blockwise,
     backward_input=_backward_input_fp8_blockwise,
     backward_weight=_backward_weight_fp8_blockwise,
@@ -347,6 +356,7 @@ _FP8_FLOW = Recipe(
     format_between_ranks="e4m3",
     scaling_aware=True,
     gradient_in_parts=True,
+    makes_activation=True,
     forward=_forward_fp8_flow,
     backward_input=_backward_input_fp8_flow,
     backward_weight=_backward_weight_fp8_flow,

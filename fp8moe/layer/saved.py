@@ -20,13 +20,13 @@ class Saved(Record):
 
     options: the layer's, also for the backward. x: the input of fc1. fp8_flow: FP8, before the permutation (k
     times smaller); fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted. h, a: fc1's output and the
-    activation's output; None with recompute, which computes them again. fp8_flow: a is column-wise, [F, P] in
-    (128, 128) blocks. w13, w2: the weights, as given or quantised. Quantised weights are saved without
-    codes that the backward does not read (`LayerOptions.saved_orientations`). bias13: the forward's, if it
-    had one. ``nbytes`` does not include the weights. overwritten: how often the codes of w13 and of w2 had
-    been overwritten (`quantize_weights` with ``out=``) when the forward read them; None for weights that the
-    forward quantised. later: with ``overlap_chunks``, the records of the chunks after the first, without the
-    weights.
+    activation's output; None with recompute, which computes them again. fp8_flow: a, of which the backward
+    needs the transposed codes, is made of h by the pass that makes dh, and saved only if no gradient needs h.
+    w13, w2: the weights, as given or quantised. Quantised weights are saved without codes that the backward
+    does not read (`LayerOptions.saved_orientations`). bias13: the forward's, if it had one. ``nbytes`` does
+    not include the weights. overwritten: how often the codes of w13 and of w2 had been overwritten
+    (`quantize_weights` with ``out=``) when the forward read them; None for weights that the forward
+    quantised. later: with ``overlap_chunks``, the records of the chunks after the first, without the weights.
     """
 
     options: LayerOptions
@@ -60,7 +60,8 @@ class Saved(Record):
         if not gradients:
             return replace(self, probs=None, x=None, h=None, a=None, w13=None, w2=None, bias13=None)
         x = self.x if "dw13" in gradients or self.options.recompute else None
-        h = self.h if of_h(gradients) else None
+        makes_a = "dw2" in gradients and self.a is None
+        h = self.h if of_h(gradients) or makes_a else None
         return replace(self, x=x, h=h, a=self.a if "dw2" in gradients else None)
 
 
@@ -70,9 +71,9 @@ class SavedForWeights(Record):
 
     Size in bytes without scales, for P permuted rows, T tokens, and F padded as in the weights: "fp8_flow" T
     H (dy) + P F (a) + T H (x) + 2 P F (dh); "fp8_blockwise" P H + P F + P H + 2 P F; "bf16" twice that of
-    "fp8_blockwise". x, and a without recompute, share the forward's memory, and dy may share the caller's:
-    this memory must not be modified before the weight gradients have been computed. The weights and h are not
-    included, so the forward's `Saved` may be deleted.
+    "fp8_blockwise". x, and a unless the backward has made it, share the forward's memory, and dy may share
+    the caller's: this memory must not be modified before the weight gradients have been computed. The weights
+    and h are not included, so the forward's `Saved` may be deleted.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.ops.quantize import quant_spec
 from fp8moe.ops.transpose import check_transpose, column_scale_rows, transpose_spec
-from fp8moe.records import ArrayLike, ArraySpec, Quantized, SwigluGrad
+from fp8moe.records import ArrayLike, ArraySpec, Quantized, QuantTensor, SwigluGrad
 from fp8moe.runtime import checks
 from fp8moe.runtime.dispatch import current, enter, operation
 
@@ -295,14 +295,23 @@ def raw_swiglu_quantize_backward(
     expert_offsets: Any = None,
     align_size: int = 1,
     sums: Any = None,
+    y: QuantTensor | None = None,
 ) -> SwigluGrad:
-    """sums: memory of `fp8moe.ops.bias.sums_of_chunks` for the sums of dh before it is quantised, or None."""
+    """sums: memory of `fp8moe.ops.bias.sums_of_chunks` for the sums of dh before it is quantised, or None. y:
+    memory of `transposed_y` for the transposed codes that the forward's result would have, or None."""
     call, shape = current.call, tuple(h.shape)
     dh = activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size)
     out: SwigluGrad = call.empty(SwigluGrad(dh, _dprobs_spec(h, probs)))
     options: dict[str, Any] = {"activation": activation, "expert_offsets": expert_offsets}
-    call.run("swiglu", "swiglu_quantize_backward", grad, h, probs, **options, sums=sums, out=out)
+    call.run("swiglu", "swiglu_quantize_backward", grad, h, probs, **options, sums=sums, y=y, out=out)
     return out
+
+
+def transposed_y(h: Any, activation: Activation, expert_offsets: Any, align_size: int) -> QuantTensor:
+    """Memory for the transposed codes of `swiglu_quantize` of h."""
+    shape = h.shape[0], activation.width(h.shape[1])
+    options = "e4m3", (1, 128), False, True, expert_offsets, align_size
+    return current.call.empty(activation_spec(shape, *options).columnwise)  # type: ignore[no-any-return]
 
 
 def _check_quantized(

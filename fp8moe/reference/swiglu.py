@@ -72,8 +72,14 @@ def swiglu_quantize_backward(
     activation: Activation,
     expert_offsets: np.ndarray | None,
     sums: np.ndarray | None = None,
+    y: QuantTensor | None = None,
     out: SwigluGrad,
 ) -> None:
+    """y: for the transposed codes that the forward's y would have, or None."""
+    if y is not None:
+        codes, scales = np.empty(grad.shape, np.uint8), np.empty((len(h), y.scales.shape[0]), np.float32)
+        both = Quantized(QuantTensor(codes, scales, y.fmt, (1, 128)), y)
+        swiglu_quantize(h, probs, activation=activation, expert_offsets=expert_offsets, out=both)
     real = slice(0, _rows_of(expert_offsets, len(h)))
     dh = np.zeros(h.shape, np.float32)
     dh[real], dprobs = backward(grad[real], h[real], _part(probs, real), activation)
