@@ -1,9 +1,10 @@
 """Draw one training step from the results files: ``python -m benchmarks.step`` writes
-``docs/images/step-h200.png``, for the README and the start page.
+``docs/images/step-h200*.svg``, for the README and the start page: for light and dark backgrounds, and with
+its two halves beside each other or, for narrow screens, one below the other.
 
 Left: a layer's experts with this library and with others (``compare-h200.jsonl``), or without a measured
 comparison the layer with its router (``layer-h200.jsonl``). Right: a training step of Qwen3-MoE with its
-optimizer (``model-h200.jsonl``). The picture contains a digest of its rows, which a test compares with the
+optimizer (``model-h200.jsonl``). Each picture contains a digest of its rows, which a test compares with the
 current results.
 """
 
@@ -16,16 +17,21 @@ from pathlib import Path
 from benchmarks.roofline import PICTURES
 from benchmarks.table import Rows, compared, newest, newest_layers, rows_of
 
-PICTURE = PICTURES / "step-h200.png"
-#: contender of `compare`: its label and colour; other libraries in grey, the slowest first
+#: file: (whether for dark backgrounds, whether for narrow screens)
+FILES = {
+    PICTURES / f"step-h200{'-dark' * dark}{'-narrow' * narrow}.svg": (dark, narrow)
+    for dark in (False, True)
+    for narrow in (False, True)
+}
+#: contender of `compare`: its label and colours on light and dark; other libraries in grey, the slowest first
 LAYERS = {
-    "transformers, bf16": ("transformers' grouped_mm, bf16", "#c4c4c4"),
-    "torch grouped_mm compiled, bf16": ("torch grouped_mm compiled, bf16", "#a3a3a3"),
-    "torchao, FP8 rows": ("torchao, FP8", "#d9b48f"),
-    "torchao compiled, FP8 rows": ("torchao compiled, FP8", "#d9b48f"),
-    "SonicMoE, bf16": ("SonicMoE, bf16", "#7d7d7d"),
-    "fp8moe, bf16": ("fp8moe, bf16", "#7aa6d8"),
-    "fp8moe, fp8_flow": ("fp8moe, fp8_flow", "#1f4e9c"),
+    "transformers, bf16": ("transformers' grouped_mm, bf16", "#c4c4c4", "#6b6b6b"),
+    "torch grouped_mm compiled, bf16": ("torch grouped_mm compiled, bf16", "#a3a3a3", "#868686"),
+    "torchao, FP8 rows": ("torchao, FP8", "#d9b48f", "#a07a52"),
+    "torchao compiled, FP8 rows": ("torchao compiled, FP8", "#d9b48f", "#a07a52"),
+    "SonicMoE, bf16": ("SonicMoE, bf16", "#7d7d7d", "#b0b0b0"),
+    "fp8moe, bf16": ("fp8moe, bf16", "#7aa6d8", "#5d8fc9"),
+    "fp8moe, fp8_flow": ("fp8moe, fp8_flow", "#1f4e9c", "#9cc4ff"),
 }
 #: row of `model`: the contender whose label and colour it has
 MODELS = {
@@ -52,27 +58,40 @@ def digest() -> str:
     return hashlib.sha256(json.dumps([layers(), models()]).encode()).hexdigest()
 
 
-def draw(out: Path) -> None:
+def draw(out: Path, dark: bool = False, narrow: bool = False) -> None:
     import matplotlib
 
-    matplotlib.use("agg")
+    matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), width_ratios=(5, 2.4))
-    _bars(left, layers(), "one MoE layer, forward and backward", _size)
-    _bars(right, models(), "Qwen3-MoE, 8 layers, training step", lambda shape: shape.split(", ")[-1])
-    left.set_ylabel("time (ms), lower is better")
-    handle_of = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
-    handle_of |= dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    labels = [label for label, _ in LAYERS.values() if label in handle_of]
-    handles = [handle_of[label] for label in labels]
-    figure.legend(handles, labels, loc="upper center", ncols=3, frameon=False, fontsize=9)
-    origins = dict.fromkeys(f"{r['command']}, commit {r['commit']}" for r in (*layers(), *models()))
-    figure.text(0.5, 0.01, f"{layers()[0]['device']}; " + "; ".join(origins), ha="center", fontsize=6.5)
-    figure.tight_layout(rect=(0, 0.03, 1, 0.89))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=240, metadata={"Rows": digest(), "Software": None})
-    pyplot.close(figure)
+    style = ["dark_background"] if dark else []
+    # equal results give the same picture; text stays text, which is sharp and 5 times as small as outlines
+    own = {"svg.hashsalt": "fp8moe", "svg.fonttype": "none", "font.family": "sans-serif"}
+    with pyplot.style.context([*style, own]):
+        figure, (left, right) = (
+            pyplot.subplots(2, 1, figsize=(4.6, 8.2), height_ratios=(3, 2.6))
+            if narrow
+            else pyplot.subplots(1, 2, figsize=(9, 4.4), width_ratios=(5, 2.4))
+        )
+        _bars(left, layers(), "one MoE layer, forward and backward", _size, dark)
+        _bars(right, models(), "Qwen3-MoE, 8 layers, training step", lambda s: s.split(", ")[-1], dark)
+        left.set_ylabel("time (ms), lower is better")
+        handle_of = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+        handle_of |= dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+        labels = [label for label, *_ in LAYERS.values() if label in handle_of]
+        handles = [handle_of[label] for label in labels]
+        columns = 1 if narrow else 3
+        figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=9)
+        separator = "\n" if narrow else "; "
+        runs = dict.fromkeys(f"{r['command']}, commit {r['commit']}" for r in (*layers(), *models()))
+        origin = separator.join([layers()[0]["device"], *runs])
+        figure.text(0.5, 0.01, origin, ha="center", fontsize=6.5)
+        height = figure.get_size_inches()[1]
+        below, above = 0.14 * (1 + origin.count("\n")), 0.2 * -(-len(labels) // columns)
+        figure.tight_layout(rect=(0, below / height, 1, 1 - above / height))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, transparent=True, metadata={"Date": None, "Description": digest()})
+        pyplot.close(figure)
 
 
 def _size(shape: str) -> str:
@@ -80,7 +99,7 @@ def _size(shape: str) -> str:
     return f"{tokens}\n{widths}\n{experts.replace(' top-8', '')}"
 
 
-def _bars(axes, rows: Rows, title: str, named) -> None:  # type: ignore[no-untyped-def]
+def _bars(axes, rows: Rows, title: str, named, dark: bool) -> None:  # type: ignore[no-untyped-def]
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     names = [name for name in LAYERS if any(r["name"] == name for r in rows)]
     width = 0.84 / len(names)
@@ -88,7 +107,8 @@ def _bars(axes, rows: Rows, title: str, named) -> None:  # type: ignore[no-untyp
         times = {r["shape"]: r["ms"] for r in rows if r["name"] == name}
         places = [n + (i - (len(names) - 1) / 2) * width for n, shape in enumerate(shapes) if shape in times]
         heights = [times[shape] for shape in shapes if shape in times]
-        label, colour = LAYERS[name]
+        label, *colours = LAYERS[name]
+        colour = colours[dark]
         bars = axes.bar(places, heights, width * 0.95, color=colour, label=label)
         axes.bar_label(
             bars, [f"{h:.0f}" if h >= 100 else f"{h:.1f}" for h in heights], fontsize=6.5, padding=1
@@ -99,4 +119,5 @@ def _bars(axes, rows: Rows, title: str, named) -> None:  # type: ignore[no-untyp
 
 
 if __name__ == "__main__":
-    draw(PICTURE)
+    for file, variant in FILES.items():
+        draw(file, *variant)

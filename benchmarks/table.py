@@ -32,8 +32,9 @@ def main() -> None:
     from benchmarks import roofline, step
 
     roof = roofline.picture("h200")
-    if step.digest().encode() not in step.PICTURE.read_bytes():
-        step.draw(step.PICTURE)
+    for file, variant in step.FILES.items():
+        if not file.exists() or step.digest() not in file.read_text():
+            step.draw(file, *variant)
     if roofline.digest("h200") not in roof.read_text():
         roofline.draw("h200", roof)
 
@@ -78,6 +79,11 @@ def _rows(path: Path) -> Rows:
 
 def _origin(row: dict[str, Any]) -> str:
     return f"{row['device']}; {_packages(row)}; commit {row['commit']}: `{row['command']}`"
+
+
+def _run(row: dict[str, Any]) -> str:
+    """`_origin` without the versions, for the README."""
+    return f"{row['device']}, commit {row['commit']}: `{row['command']}`"
 
 
 def _packages(row: dict[str, Any]) -> str:
@@ -401,7 +407,16 @@ def compared() -> Rows:
 
 
 def _picture() -> str:
-    """Caption of `step`'s picture."""
+    """`step`'s picture and its caption, for a page that does not choose between its variants itself."""
+    address = _address("docs/images/step-h200{}.svg")
+    dark, narrow = "(prefers-color-scheme: dark)", "(max-width: 600px)"
+    sources = (f"{dark} and {narrow}", "-dark-narrow"), (narrow, "-narrow"), (dark, "-dark")
+    lines = [f'  <source media="{media}" srcset="{address.format(name)}">' for media, name in sources]
+    image = f'  <img alt="One training step, in bf16 and in fp8_flow" src="{address.format("")}">'
+    return "\n".join(["<picture>", *lines, image, "</picture>", "", _caption()])
+
+
+def _caption() -> str:
     left = "including the router and the quantisation of the weights,\nwhich change in every step"
     if compared():
         left = (
@@ -411,6 +426,41 @@ def _picture() -> str:
     return f"""One NVIDIA H200. Left: forward and backward of an expert layer, {left}.
 Right: a training step of Qwen3-MoE in transformers, with its own experts and with this library's.
 """
+
+
+def _casts() -> str:
+    """What the casts cost: the layer by the number of casts to a step, from wide experts to narrow ones."""
+    rows = newest_layers()
+    row_of = {(r["shape"], r["name"]): r for r in rows}
+    shapes = list(dict.fromkeys(r["shape"] for r in rows))
+    lines = ["| layer | bf16 | FP8, 12 casts | FP8, 2 casts |", "|---|---:|---:|---:|"]
+    for shape in (shapes[0], *shapes[-2:]):
+        cells = []
+        for name in ("bf16", "fp8_blockwise", "fp8_flow"):
+            r = row_of[shape, name]
+            cells.append(f"{r['ms']:.1f} ms ({r['outside_percent']:.0f} %)")
+        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _run(rows[0])]) + "\n"
+
+
+def _gain() -> str:
+    """The sweep's speed-ups of eight micro-batches to a step, without its times."""
+    rows = newest(rows_of("sweep-h200"))
+    ms = {(r["model"], r["tokens"], r["name"]): r["ms"] for r in rows if r["micro_batches"] == 8}
+    models = dict.fromkeys(model for model, *_ in ms)
+    tokens = list(dict.fromkeys(tokens for _, tokens, _ in ms))
+    lines = [
+        "| experts of | " + " | ".join(f"{t} tokens" for t in tokens) + " |",
+        "|---|" + "---:|" * len(tokens),
+    ]
+    for model in models:
+        cells = []
+        for t in tokens:
+            flow = ms[model, t, "fp8_flow, copies shared"]
+            others = ("bf16", "torch grouped_mm, bf16")
+            cells.append(" / ".join(f"{ms[model, t, other] / flow:.2f}x" for other in others))
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _run(rows[0])]) + "\n"
 
 
 def _scaling_measured() -> str:
@@ -426,14 +476,15 @@ def _scaling_paper() -> str:
 
 
 LINKS = {
-    "picture": "docs/images/step-h200.png",
     "performance": "docs/performance/index.md",
+    "micro-batches": "docs/performance/micro-batches.md",
     "compatibility": "docs/compatibility.md",
     "docs": "docs/index.md",
     "torch": "docs/how-to/torch.md",
     "transformers": "docs/how-to/transformers.md",
     "megatron": "docs/how-to/megatron.md",
     "jax": "docs/how-to/jax.md",
+    "cupy": "docs/how-to/cupy-numba.md",
     "ep": "docs/how-to/expert-parallelism.md",
     "api": "docs/api/index.md",
     "transpose": "docs/concepts/transpose.md",
@@ -453,11 +504,13 @@ def repository() -> str:
 
 def _links() -> str:
     """The README's links. Pages of a package index need absolute ones."""
-    lines, address = [], repository()
-    for name, path in LINKS.items():
-        form = "raw" if path.endswith(".png") else "blob"
-        lines.append(f"[{name}]: {address}/{form}/main/{path}" if address else f"[{name}]: {path}")
-    return "\n".join(lines) + "\n"
+    return "".join(f"[{name}]: {_address(path)}\n" for name, path in LINKS.items())
+
+
+def _address(path: str) -> str:
+    """Of a file, as the README links to it."""
+    form = "raw" if path.endswith(".svg") else "blob"
+    return f"{where}/{form}/main/{path}" if (where := repository()) else path
 
 
 def cited(text: str) -> str:
@@ -473,6 +526,9 @@ _MADE: dict[str, Callable[[], str]] = {
     "links": _links,
     "memory": _memory,
     "picture": _picture,
+    "picture-caption": _caption,
+    "casts": _casts,
+    "gain": _gain,
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,

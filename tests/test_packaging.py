@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import fp8moe
-from benchmarks import table
+from benchmarks import step, table
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("adapters", "kernels_cuda")
@@ -132,12 +132,16 @@ def test_repository_setting_makes_links_absolute(tmp_path, monkeypatch):
     assert f'\nrepository-code: "{address}"\n' in (tree / "CITATION.cff").read_text()
     described = metadata(build("wheel", tree, tmp_path))
     assert f"\nProject-URL: Repository, {address}\n" in described
-    links = re.findall(r"^\[(\w+)\]: (.*)$", described, re.MULTILINE)
+    links = re.findall(r"^\[([\w-]+)\]: (.*)$", described, re.MULTILINE)
     assert {name for name, _ in links} == set(table.LINKS)
-    for name, link in links:
+    for _, link in links:
         form, branch, path = link.removeprefix(f"{address}/").split("/", 2)
-        assert (form, branch) == ("raw" if name == "picture" else "blob", "main")
+        assert (form, branch) == ("blob", "main")
         assert path in (*FILES, "CONTRIBUTING.md") or (tree / path).exists()
+    pictures = re.findall(r'src(?:set)?="(.*?)"', described)
+    assert len(pictures) == len(step.FILES)
+    for link in pictures:
+        assert (ROOT / link.removeprefix(f"{address}/raw/main/")) in step.FILES
 
 
 def test_links_are_relative_without_the_setting(wheel):
