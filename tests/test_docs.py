@@ -269,6 +269,8 @@ def test_the_programs_of_the_readme_run(line, code):
 WITH_PROGRAMS = [page for page in PAGES[1:] if list(programs_of(page)) and page.name != "jax.md"]
 
 
+# which PEFT reads
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda p: str(p.relative_to(DOCS)))
 def test_the_programs_of_the_docs_run(page, one_rank):
     """Programs of a page share variables; those of how-to/jax.md run on four devices in

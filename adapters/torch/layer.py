@@ -181,7 +181,7 @@ class FP8FlowMoE(nn.Module):
     recompute also w13's other half) is saved for backward, and the rest is released after the forward, as are
     all copies of a forward without gradients. A CUDA graph captures the quantisation, so a replay uses the
     current weights. If the weights do not change between several forwards, one set of copies can serve them
-    all::
+    all:
 
         for batch in batches:                                    # gradient accumulation
             with weights_unchanged(model):                       # all FP8FlowMoE layers of a model
