@@ -1,31 +1,6 @@
 // FP8 codes of published weights, as the grouped GEMMs read them: (128, 128) blocks, in both orientations.
 #include "weight_block.cuh"
 
-// Stores a block of codes and its scale, in one or both orientations. Called by all threads.
-__device__ __forceinline__ void write_codes(const uint2 (&code)[8], float scale, const BlockPlace& at,
-                                            u8* stage, u8* codes, float* scales, u8* transposed,
-                                            float* transposed_scales) {
-  const int t = threadIdx.x, row = t / 16 * 8, column = t % 16 * 8;
-  const i64 across = (at.columns + TILE - 1) / TILE, down = (at.rows + TILE - 1) / TILE;
-  if (t == 0) {
-    if (codes) scales[(at.matrix * down + at.row / TILE) * across + at.column / TILE] = scale;
-    if (transposed) transposed_scales[(at.matrix * across + at.column / TILE) * down + at.row / TILE] = scale;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    u8* to = codes + (at.matrix * at.rows + at.row + row + i) * at.columns + at.column + column;
-    store_some<8>(to, code[i], codes && row + i < at.rows_left ? at.columns_left - column : 0);
-  }
-  if (!transposed) return;
-  stage_columns(stage, code);
-#pragma unroll
-  for (u32 step = 0; step < 4; ++step) {
-    const int of_block = column_of_step(step), from = 16 * (t % 8);
-    u8* to = transposed + (at.matrix * at.columns + at.column + of_block) * at.rows + at.row + from;
-    store_some<16>(to, staged_rows(stage, step), of_block < at.columns_left ? at.rows_left - from : 0);
-  }
-}
-
 // The block of a thread block, within a part of codes [matrices, rows, columns].
 __device__ __forceinline__ BlockPlace block_of_part(i64 matrix, i64 first_row, i64 first_column,
                                                     i64 part_rows, i64 part_columns, i64 rows, i64 columns,

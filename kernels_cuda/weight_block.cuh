@@ -127,26 +127,19 @@ struct BlockPlace {
   int rows_left, columns_left;
 };
 
-// Writes codes and scales of a block, and those of the transposed matrices; either may be null. stage: TILE *
-// TILE bytes of shared memory. Called by all threads.
-template <int FROM>
-__device__ __forceinline__ void write_block(const Eight<FROM> (&v)[8], const Rule& rule, const BlockPlace& at,
+// Writes a block's codes, eight rows of eight per thread, and its scale, and those of the transposed
+// matrices; either may be null. stage: TILE * TILE bytes of shared memory. Called by all threads.
+__device__ __forceinline__ void write_codes(const uint2 (&code)[8], float scale, const BlockPlace& at,
                                             u8* stage, u8* codes, float* scales, u8* transposed,
                                             float* transposed_scales) {
   const int t = threadIdx.x, row = t / 16 * 8, column = t % 16 * 8;
-  float scale;
-  const float factor = factor_of_block<FROM>(v, rule, &scale);
+  const i64 across = (at.columns + TILE - 1) / TILE, down = (at.rows + TILE - 1) / TILE;
   if (t == 0) {
-    const i64 across = (at.columns + TILE - 1) / TILE, down = (at.rows + TILE - 1) / TILE;
     if (codes) scales[(at.matrix * down + at.row / TILE) * across + at.column / TILE] = scale;
     if (transposed) transposed_scales[(at.matrix * across + at.column / TILE) * down + at.row / TILE] = scale;
   }
-  uint2 code[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float values[8];
-    floats<FROM>(v[i], values);
-    code[i] = encode_eight(values, factor, rule.fmt);
     u8* to = codes + (at.matrix * at.rows + at.row + row + i) * at.columns + at.column + column;
     store_some<8>(to, code[i], codes && row + i < at.rows_left ? at.columns_left - column : 0);
   }
@@ -158,4 +151,21 @@ __device__ __forceinline__ void write_block(const Eight<FROM> (&v)[8], const Rul
     u8* to = transposed + (at.matrix * at.columns + at.column + of_block) * at.rows + at.row + from;
     store_some<16>(to, staged_rows(stage, step), of_block < at.columns_left ? at.rows_left - from : 0);
   }
+}
+
+// Quantises a block, and writes it.
+template <int FROM>
+__device__ __forceinline__ void write_block(const Eight<FROM> (&v)[8], const Rule& rule, const BlockPlace& at,
+                                            u8* stage, u8* codes, float* scales, u8* transposed,
+                                            float* transposed_scales) {
+  float scale;
+  const float factor = factor_of_block<FROM>(v, rule, &scale);
+  uint2 code[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float values[8];
+    floats<FROM>(v[i], values);
+    code[i] = encode_eight(values, factor, rule.fmt);
+  }
+  write_codes(code, scale, at, stage, codes, scales, transposed, transposed_scales);
 }
