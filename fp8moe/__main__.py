@@ -1,4 +1,4 @@
-"""The command line: ``fp8moe {demo,info,selftest,compile,bench}``, or ``python -m fp8moe COMMAND``.
+"""The command line: ``fp8moe {demo,info,selftest,convert,compile,bench}``, or ``python -m fp8moe COMMAND``.
 
 Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement; 141 a closed pipe, as of
 ``| head``.
@@ -49,6 +49,15 @@ def parser() -> argparse.ArgumentParser:
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
     selftest.add_argument("--seed", type=_seed, default=None, help="seed of the inputs (default: random)")
 
+    convert = verbs.add_parser(
+        "convert", help="write a checkpoint with its experts in another published form"
+    )
+    convert.add_argument("source", type=Path, metavar="IN", help="folder of safetensors and config.json")
+    convert.add_argument("target", type=Path, metavar="OUT", help="another folder; finished files are kept")
+    convert.add_argument(
+        "--to", required=True, choices=("block-fp8", "bf16", "mxfp8"), help="form of experts"
+    )
+
     compile_ = verbs.add_parser("compile", help="compile every kernel, with or without a GPU")
     compile_.add_argument(
         "--arch",
@@ -83,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         "demo": _demo,
         "info": _info,
         "selftest": _selftest,
+        "convert": _convert,
         "compile": _compile,
         "bench": _bench,
     }[arguments.verb]
@@ -134,6 +144,13 @@ def _selftest(arguments: argparse.Namespace) -> int:
     from fp8moe import selftest
 
     return selftest.main(arguments.device, arguments.seed)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from fp8moe.checkpoints.convert import convert
+
+    convert(arguments.source, arguments.target, arguments.to)
+    return 0
 
 
 def _compile(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,17 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron"
 DOORS = [ROOT / "fp8moe" / f"{name.replace('.', '/')}.py" for name in info.DOORS]
 PARTS = tuple(
     f"fp8moe/{name}"
-    for name in ("bench", "demo", "expert_parallel", "layer", "ops", "reference", "runtime", "selftest")
+    for name in (
+        "bench",
+        "checkpoints",
+        "demo",
+        "expert_parallel",
+        "layer",
+        "ops",
+        "reference",
+        "runtime",
+        "selftest",
+    )
 )
 ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 

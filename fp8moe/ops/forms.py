@@ -364,7 +364,7 @@ def _enter(name: str, codes: Any, of_scales: str, scales: Any) -> tuple[Call, li
 
 def _kind(x: Any, sequence: type) -> int | None:
     """The length of a tuple, or of a list; None for others."""
-    return len(x) if isinstance(x, sequence) else None
+    return len(x) if isinstance(x, sequence) else None  # type: ignore[arg-type]
 
 
 def _without_lists(x: Any) -> Any:

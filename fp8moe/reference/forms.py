@@ -64,7 +64,7 @@ def place_mxfp4(
         for strip in range(0, rows, 128):
             pairs, exponents = (x[m, every][strip : strip + 128] for x in (nibbles, scales))
             fours = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(*exponents.shape, 32)
-            bases = _bases((fours & 7).any(-1), exponents.astype(np.int32))
+            bases = _bases(np.any(fours & 7, axis=-1), exponents.astype(np.int32))
             tiles[strip // 128, : len(bases)] = np.ldexp(np.float32(1), bases - 127)
             shifts = np.clip(exponents - np.repeat(bases, 4)[: exponents.shape[1]], -100, ROOM)
             factors = np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), shifts))

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: files of safetensors, and their conversion from one published form to another."""

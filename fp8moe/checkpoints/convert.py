@@ -1,0 +1,361 @@
+"""`fp8moe convert`: the experts of a checkpoint in another form, file by file, an expert at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import fp8moe
+from fp8moe.checkpoints.shards import INDEX, Tensor, Writer, read_checkpoint, read_header, write_text
+from fp8moe.formats import ceil_div, swapped
+
+FORMS = ("block-fp8", "bf16", "mxfp8")
+PLAIN = ("BF16", "F16", "F32")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".partial")
+#: the scales of a weight by its name: of a matrix of one expert, and of the parameter of all
+SCALES = ((".weight", ".weight_scale_inv"), ("", "_scale_inv"), ("_blocks", "_scales"))
+EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?:\d+\.\w+\.weight|\w+_proj(?:_blocks)?)")
+QUANTIZATION: dict[str, dict[str, Any]] = {
+    "block-fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+}
+#: what engines call the modules that are not quantised: transformers and SGLang the first, vLLM the second
+SKIPPED = ("modules_to_not_convert", "ignored_layers")
+
+
+class Matrix(NamedTuple):
+    """Codes or values of one expert as they are in the file, with their scales."""
+
+    data: np.ndarray
+    scales: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """An expert's matrix, or the parameter of all experts, in one of the forms that are read."""
+
+    module: str
+    form: str  # "plain", "block-fp8" or "mxfp4"
+    tensor: Tensor
+    scales: Tensor | None
+
+    @property
+    def experts(self) -> int | None:
+        """How many there are in the parameter; None for a matrix of one."""
+        return None if len(self.shape) == 2 else self.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's shape, or the matrices'."""
+        if self.form != "mxfp4":
+            return self.tensor.shape
+        experts, rows, blocks, half = self.tensor.shape
+        return experts, rows, blocks * half * 2
+
+    def matrices(self) -> Iterator[Matrix]:
+        for expert in (None,) if self.experts is None else range(self.experts):
+            yield Matrix(
+                self.tensor.matrix(expert), None if self.scales is None else self.scales.matrix(expert)
+            )
+
+    def values(self, matrix: Matrix) -> np.ndarray:
+        """In float32."""
+        if self.form == "plain":
+            wide = matrix.data.astype(np.float32)
+        elif self.form == "block-fp8":
+            codes = fp8moe.from_block_fp8([matrix.data], [matrix.scales], columnwise=False)
+            wide = fp8moe.dequantize(codes.rowwise)[0]
+        else:
+            pairs = matrix.data.reshape(len(matrix.data), -1)
+            codes = np.stack((pairs & 15, pairs >> 4), axis=-1).view(ml_dtypes.float4_e2m1fn)
+            scales = matrix.scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)  # type: ignore[union-attr]
+            wide = (codes.astype(np.float32).reshape(*scales.shape, 32) * scales[..., None]).reshape(
+                len(pairs), -1
+            )
+        if not np.isfinite(wide).all():
+            raise ValueError(f"{self.tensor.name}: got NaN or infinity; wanted finite weights")
+        return wide
+
+
+def convert(source: Path, target: Path, to: str, report: Callable[[str], None] = print) -> None:
+    """Convert the experts of the checkpoint in folder ``source`` to form ``to`` in folder ``target``; all
+    other tensors and files are copied.
+
+    Raises ValueError for whatever cannot be converted, before anything is written where headers tell.
+    """
+    if target.resolve() == source.resolve():
+        raise ValueError(f"OUT: got {target}, which is IN; wanted another folder")
+    files = read_checkpoint(source)
+    config = _read_config(source)
+    every = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    weights = _weights(every)
+    settings = _quantization(config, every, weights, to)
+    scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
+    target.mkdir(parents=True, exist_ok=True)
+    strangers = {path.name for path in target.glob("*.safetensors")} - files.keys()
+    if strangers:
+        raise ValueError(
+            f"OUT: got {target} with {min(strangers)}, which IN does not have; wanted a new folder"
+        )
+    places: dict[str, str] = {}
+    total = 0
+    plans = {}
+    for name, tensors in files.items():
+        plan = _plan(tensors, weights, scales, to)
+        metadata = {"format": "pt", "fp8moe": _identity(source / name, to)}
+        if plan and _is_finished(target / name, plan, metadata):
+            report(f"{name}: finished before")
+        elif plan:
+            plans[name] = plan, metadata
+        places |= {tensor: name for tensor, *_ in plan}
+        total += sum(nbytes for *_, nbytes in plan)
+    rounded = 0
+    with _progress(sum(tensor.nbytes for name in plans for tensor in files[name].values())) as advance:
+        for name, (plan, metadata) in plans.items():
+            with closing(Writer(target / name, plan, metadata)) as writer:
+                for tensor in files[name].values():
+                    if tensor.name in weights:
+                        rounded += _write(weights[tensor.name], to, writer)
+                    elif tensor.name not in scales:
+                        for piece in tensor.pieces():
+                            writer.write(tensor.name, piece)
+                    advance(tensor.nbytes)
+                writer.finish()
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in WEIGHTS and path.name not in (INDEX, "config.json"):
+            shutil.copyfile(path, target / path.name)
+    if (source / INDEX).exists():
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_text(target / INDEX, json.dumps(index, indent=2) + "\n")
+    config.pop("quantization_config", None)
+    if settings is not None:
+        config["quantization_config"] = settings
+    write_text(target / "config.json", json.dumps(config, indent=2) + "\n")  # last: OUT is complete
+    matrices = sum(weight.experts or 1 for weight in weights.values())
+    report(f"{matrices} matrices of experts in {len(files)} files: {to}, written to {target} and read back")
+    if rounded:
+        report(f"{rounded} values were rounded: MXFP4 scales more than 2^14 apart in one tile")
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    path = source / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: got no file; wanted the model's configuration")
+    config = json.loads(path.read_text())
+    found: dict[str, Any] = config.get("quantization_config") or {}
+    method, size = found.get("quant_method"), found.get("weight_block_size")
+    if (method, size) not in ((None, None), ("fp8", [128, 128]), ("mxfp4", None)):
+        raise ValueError(
+            f"{path}: got quantization_config with quant_method {method!r} and weight_block_size {size}; "
+            "wanted 'fp8' with [128, 128], 'mxfp4', or none"
+        )
+    return config  # type: ignore[no-any-return]
+
+
+def _weights(every: dict[str, Tensor]) -> dict[str, Weight]:
+    """The experts' weights by name."""
+    weights = {}
+    for name, tensor in every.items():
+        if (match := EXPERT.fullmatch(name)) is None:
+            continue
+        dimensions, wanted = len(tensor.shape), 2 if name.endswith(".weight") else 3
+        scales = None
+        if name.endswith("_blocks"):
+            form, scales = "mxfp4", _scales(every, name, 2)
+            known = tensor.dtype == "U8" and dimensions == 4 and tensor.shape[-1] == 16
+        elif tensor.dtype == "F8_E4M3":
+            form, scales = "block-fp8", _scales(every, name, 0 if wanted == 2 else 1)
+            tiles = *tensor.shape[:-2], *(ceil_div(size, 128) for size in tensor.shape[-2:])
+            if dimensions == wanted and scales.shape != tiles:
+                raise ValueError(
+                    f"{scales.name}: got shape {list(scales.shape)}; wanted {list(tiles)}, of tiles"
+                )
+            known = dimensions == wanted
+        else:
+            form, known = "plain", tensor.dtype in PLAIN and dimensions == wanted
+        if not known:
+            raise ValueError(
+                f"{name}: got {tensor.dtype} {list(tensor.shape)}, a form that is not known; wanted BF16, "
+                "F16 or F32; F8_E4M3 with weight_scale_inv; or MXFP4's _blocks with _scales"
+            )
+        weights[name] = Weight(match["module"], form, tensor, scales)
+    if not weights:
+        raise ValueError(
+            "IN: got no experts; wanted tensors named *.experts.0.down_proj.weight, *.experts.down_proj or "
+            "*.experts.down_proj_blocks"
+        )
+    return weights
+
+
+def _scales(every: dict[str, Tensor], name: str, kind: int) -> Tensor:
+    scales = name.removesuffix(SCALES[kind][0]) + SCALES[kind][1]
+    if scales not in every:
+        raise ValueError(f"{name}: got no {scales}; wanted the scales without which the codes have no values")
+    wanted = ("U8", "F8_E8M0") if kind == 2 else ("F32", "BF16", "F8_E8M0", "U8")
+    if every[scales].dtype not in wanted:
+        raise ValueError(f"{scales}: got {every[scales].dtype}; wanted {' or '.join(wanted)}")
+    return every[scales]
+
+
+def _quantization(
+    config: dict[str, Any], every: dict[str, Tensor], weights: dict[str, Weight], to: str
+) -> dict[str, Any] | None:
+    """``quantization_config`` of the result. Refuses what no such record describes."""
+    for weight in weights.values():
+        if to == "mxfp8" and (
+            weight.shape[-1] % 32 or (weight.form == "plain" and weight.experts is not None)
+        ):
+            name, shape = weight.tensor.name, list(weight.shape)
+            raise ValueError(
+                f"{name}: got {shape}; wanted, for MXFP8, rows of a multiple of 32 values, and a matrix an "
+                "expert: of one parameter of all experts it is not known along which dimension blocks lie"
+            )
+    modules = sorted({weight.module for weight in weights.values()})
+    codes = [name for name, x in every.items() if x.dtype == "F8_E4M3" and name not in weights]
+    found = config.get("quantization_config") or {}
+    skipped = [*(found.get(SKIPPED[0]) or found.get(SKIPPED[1]) or ())]
+    if to == "bf16":
+        skipped += [module for module in modules if module not in skipped]
+        return {**found, **dict.fromkeys(SKIPPED, skipped)} if codes else None
+    if to == "mxfp8" and codes:
+        raise ValueError(
+            f"{min(codes)}: got FP8 codes of a module that is not converted; wanted none beside MXFP8, as a "
+            "checkpoint has one quantization_config; convert to block-fp8 or bf16"
+        )
+    for key in [*skipped]:
+        if any(_skips(key, module) for module in modules):
+            if "experts" not in key:
+                raise ValueError(
+                    f"config.json: got {key!r} in {SKIPPED[0]}, which skips experts to be converted; "
+                    "wanted a list without them"
+                )
+            skipped.remove(key)
+    others = (n for n, x in every.items() if len(x.shape) == 2 and n not in weights and x.dtype in PLAIN)
+    names = sorted(n.removesuffix(".weight") for n in others if n.endswith(".weight"))
+    skipped += [name for name in names if name not in skipped]
+    settings = {"activation_scheme": "dynamic", "fmt": "e4m3", **QUANTIZATION[to]}
+    if found.get("quant_method") == QUANTIZATION[to]["quant_method"]:
+        settings = found
+    return {**settings, **dict.fromkeys(SKIPPED, skipped)}
+
+
+def _skips(key: str, module: str) -> bool:
+    """Whether a module's name has this prefix, which may be a regular expression, or suffix."""
+    return module.endswith(key) or re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", module) is not None
+
+
+def _is_kept(weight: Weight, to: str) -> bool:
+    return weight.form == to or (weight.form, to, weight.tensor.dtype) == ("plain", "bf16", "BF16")
+
+
+def _names(weight: Weight) -> tuple[str, str]:
+    """Names of the result's codes or values, and of its scales."""
+    name = weight.tensor.name.removesuffix("_blocks")
+    kind = 0 if weight.experts is None else 1
+    return name, name.removesuffix(SCALES[kind][0]) + SCALES[kind][1]
+
+
+Plan = list[tuple[str, str, tuple[int, ...], int]]
+
+
+def _plan(tensors: dict[str, Tensor], weights: dict[str, Weight], scales: set[str], to: str) -> Plan:
+    """Name, dtype, shape and size of each tensor of a file of the result."""
+    plan: Plan = []
+    for name, tensor in tensors.items():
+        if name in scales:
+            continue
+        weight = weights.get(name)
+        if weight is None or _is_kept(weight, to):
+            plan.append((name, tensor.dtype, tensor.shape, tensor.nbytes))
+            if weight is not None and weight.scales is not None:
+                kept = weight.scales
+                plan.append((kept.name, kept.dtype, kept.shape, kept.nbytes))
+            continue
+        (values, factors), shape = _names(weight), weight.shape
+        count = int(np.prod(shape, dtype=np.int64))
+        if to == "bf16":
+            # gpt-oss' own form of bfloat16, and transformers': [E, in, out]
+            plan.append((values, "BF16", swapped(shape) if weight.form == "mxfp4" else shape, 2 * count))
+            continue
+        plan.append((values, "F8_E4M3", shape, count))
+        *lead, rows, columns = shape
+        blocks = (rows, columns // 32) if to == "mxfp8" else (ceil_div(rows, 128), ceil_div(columns, 128))
+        number = int(np.prod((*lead, *blocks), dtype=np.int64))
+        kind, size = ("U8", 1) if to == "mxfp8" else ("F32", 4)
+        plan.append((factors, kind, (*lead, *blocks), size * number))
+    return plan
+
+
+def _write(weight: Weight, to: str, writer: Writer) -> int:
+    """Write a weight in another form, an expert at a time; returns the number of MXFP4 values rounded."""
+    if _is_kept(weight, to):
+        for tensor in filter(None, (weight.tensor, weight.scales)):
+            for piece in tensor.pieces():
+                writer.write(tensor.name, piece)
+        return 0
+    (values, scales), rounded = _names(weight), 0
+    for matrix in weight.matrices():
+        if to == "bf16":
+            wide = weight.values(matrix).astype(ml_dtypes.bfloat16)
+            writer.write(values, wide.T if weight.form == "mxfp4" else wide)
+            continue
+        if to == "block-fp8" and weight.form == "mxfp4":
+            w, count = fp8moe.from_mxfp4([matrix.data], [matrix.scales], columnwise=False)
+            q, rounded = w.rowwise, rounded + int(count[0])
+        else:
+            block = (1, 32) if to == "mxfp8" else (128, 128)
+            q = fp8moe.quantize(weight.values(matrix), block=block)
+        writer.write(values, q.data)
+        writer.write(scales, q.scales)
+    return rounded
+
+
+def _identity(path: Path, to: str) -> str:
+    """What a file of the result was made of, by which a later run knows it."""
+    stat = path.stat()
+    text = json.dumps([to, path.name, stat.st_size, stat.st_mtime_ns, fp8moe.__version__])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_finished(path: Path, plan: Plan, metadata: dict[str, str]) -> bool:
+    """Whether an earlier run has finished a file. Refuses one that is not this conversion's."""
+    if not path.exists():
+        return False
+    tensors, found = read_header(path)
+    got = {(x.name, x.dtype, x.shape, x.nbytes) for x in tensors.values()}
+    if found != metadata or got != {*plan}:
+        raise ValueError(
+            f"{path}: got a file of another conversion, or of another state of IN; wanted a new folder, or "
+            "this file removed"
+        )
+    return True
+
+
+class _progress:
+    """Bytes that are done: a bar on a terminal, if tqdm is installed."""
+
+    def __init__(self, total: int):
+        self._bar: Any = None
+        if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+            tqdm = importlib.import_module("tqdm").tqdm
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+
+    def __enter__(self) -> Callable[[int], object]:
+        return (lambda nbytes: None) if self._bar is None else self._bar.update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

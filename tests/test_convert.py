@@ -1,0 +1,449 @@
+"""`fp8moe convert`: checkpoints that torch's safetensors wrote, and reads back; values in float64."""
+
+import json
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import generator
+
+import fp8moe
+from fp8moe.__main__ import main
+from fp8moe.checkpoints import convert as conversion
+from fp8moe.checkpoints import shards
+
+torch = pytest.importorskip("torch")
+files = pytest.importorskip("safetensors.torch")
+
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+HIDDEN, FFN, EXPERTS = 160, 96, 3
+PREFIX = "model.layers.0.mlp.experts"
+BLOCK_FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+}
+DTYPES = {"uint8": torch.uint8, "e4m3": torch.float8_e4m3fn}
+
+
+def tensor(x, dtype=None):
+    return torch.from_numpy(x) if dtype is None else torch.from_numpy(x).view(dtype)
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8).numpy()
+
+
+def others(rng):
+    """What is not to be changed."""
+    return {
+        "model.embed_tokens.weight": tensor(rng.standard_normal((7, HIDDEN), np.float32)).bfloat16(),
+        "model.layers.0.mlp.gate.weight": tensor(rng.standard_normal((EXPERTS, HIDDEN), np.float32)),
+        "model.layers.0.mlp.shared_experts.up_proj.weight": tensor(
+            rng.standard_normal((8, HIDDEN), np.float32)
+        ),
+        "model.layers.0.input_layernorm.weight": tensor(rng.standard_normal(HIDDEN, np.float32)).half(),
+        "model.layers.0.some.ids": tensor(rng.integers(0, 9, 5)),
+    }
+
+
+def plain(rng):
+    shapes = {"gate_proj": (FFN, HIDDEN), "up_proj": (FFN, HIDDEN), "down_proj": (HIDDEN, FFN)}
+    return {
+        f"{PREFIX}.{e}.{name}.weight": tensor(rng.standard_normal(shape, np.float32)).bfloat16()
+        for e in range(EXPERTS)
+        for name, shape in shapes.items()
+    }
+
+
+def block_fp8(rng, scales=torch.float32):
+    """Scales that are no powers of two, or only such as their dtype has."""
+    found = {}
+    for name, values in plain(rng).items():
+        codes = rng.integers(0, 254, values.shape, np.uint8)
+        tiles = [-(-size // 128) for size in values.shape]
+        found[name] = tensor(codes + (codes >= 0x7F), torch.float8_e4m3fn)
+        found[name.replace(".weight", ".weight_scale_inv")] = tensor(
+            rng.lognormal(-4, 1, tiles).astype(np.float32)
+        ).to(scales)
+    return found
+
+
+def mxfp4(rng):
+    found = {}
+    for name, rows, width in (("gate_up_proj", 2 * FFN, HIDDEN), ("down_proj", HIDDEN, FFN)):
+        found[f"{PREFIX}.{name}_blocks"] = tensor(
+            rng.integers(0, 256, (EXPERTS, rows, width // 32, 16), np.uint8)
+        )
+        found[f"{PREFIX}.{name}_scales"] = tensor(
+            rng.integers(110, 124, (EXPERTS, rows, width // 32), np.uint8)
+        )
+        found[f"{PREFIX}.{name}_bias"] = tensor(rng.standard_normal((EXPERTS, rows), np.float32)).bfloat16()
+    return found
+
+
+def save(folder, tensors, config=None, shards=2):
+    """A checkpoint of several files, a weight's scales in another file than the weight, or of one."""
+    folder.mkdir()
+    names = [*tensors]
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "x", **({} if config is None else {"quantization_config": config})})
+    )
+    (folder / "tokenizer.json").write_text("{}")
+    if shards == 1:
+        files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    places = {}
+    for i in range(shards):
+        name = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = {n: tensors[n] for n in names[i::shards]}
+        files.save_file(part, folder / name, {"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def load(folder):
+    """All tensors, by torch; the index lists them, and there is no other file of tensors."""
+    paths = sorted(folder.glob("*.safetensors"))
+    found = {path.name: files.load_file(path) for path in paths}
+    every = {name: x for tensors in found.values() for name, x in tensors.items()}
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text())
+        assert listed["weight_map"] == {n: name for name, tensors in found.items() for n in tensors}
+        assert listed["metadata"]["total_size"] == sum(x.nbytes for x in every.values())
+    assert not [*folder.glob(".*")]
+    return every, json.loads((folder / "config.json").read_text()).get("quantization_config")
+
+
+def converted(tmp_path, tensors, to, config=None, shards=2):
+    source = save(tmp_path / "in", {**others(generator()), **tensors}, config, shards)
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", to]) == 0
+    found, settings = load(tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").exists()
+    for name, x in others(generator()).items():
+        np.testing.assert_array_equal(bits(found.pop(name)), bits(x))
+    return found, settings
+
+
+def tile_values(codes, scales, block=(128, 128)):
+    factors = np.repeat(np.repeat(scales, block[0], axis=-2), block[1], axis=-1)
+    return E4M3[bits(codes)] * factors[..., : codes.shape[-2], : codes.shape[-1]]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_bfloat16_to_block_fp8(tmp_path, count):
+    """The codes that training multiplies, under the names that engines read."""
+    given = plain(generator())
+    found, settings = converted(tmp_path, given, "block-fp8", shards=count)
+    assert len(found) == 2 * len(given)
+    for name, x in given.items():
+        scales = found[name.replace(".weight", ".weight_scale_inv")]
+        assert (found[name].dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+        w = fp8moe.quantize_weights(x[None])
+        np.testing.assert_array_equal(bits(found[name]), w.rowwise.data[0].numpy())
+        wide, factors = x.double().numpy(), scales.double().numpy()
+        # a code is off by at most half a unit in the last of four bits, or half the smallest subnormal
+        bound = np.maximum(np.abs(wide) * 2**-4, 2**-10 * factors.max())
+        assert (np.abs(tile_values(found[name], factors) - wide) <= bound).all()
+    check_settings(settings, "fp8", [128, 128])
+
+
+def check_settings(settings, method, block):
+    """transformers parses them; it converts the experts and no other module."""
+    assert settings["quant_method"] == method
+    assert settings["modules_to_not_convert"] == settings["ignored_layers"]
+    auto = pytest.importorskip("transformers.quantizers.auto")
+    utils = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    parsed = auto.AutoQuantizationConfig.from_dict(dict(settings))
+    assert (list(parsed.weight_block_size), parsed.activation_scheme) == (block, "dynamic")
+    assert utils.should_convert_module(PREFIX, parsed.modules_to_not_convert)
+    for name in (
+        "model.layers.0.mlp.gate",
+        "model.layers.0.mlp.shared_experts.up_proj",
+        "model.embed_tokens",
+    ):
+        assert not utils.should_convert_module(name, parsed.modules_to_not_convert)
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_block_fp8_to_bfloat16(tmp_path, scales):
+    given = block_fp8(generator(), scales)
+    found, settings = converted(tmp_path, given, "bf16", BLOCK_FP8)
+    assert settings is None
+    assert {*found} == {n for n in given if n.endswith(".weight")}
+    for name, x in found.items():
+        factors = given[name.replace(".weight", ".weight_scale_inv")].float().numpy()
+        values = tile_values(given[name], factors.astype(np.float64)).astype(np.float32)
+        np.testing.assert_array_equal(bits(x), values.astype(ml_dtypes.bfloat16).view(np.uint8))
+
+
+def test_what_is_in_the_form_already_is_copied(tmp_path):
+    given = block_fp8(generator())
+    found, settings = converted(tmp_path, given, "block-fp8", BLOCK_FP8)
+    assert {n: bits(x).tobytes() for n, x in found.items()} == {
+        n: bits(x).tobytes() for n, x in given.items()
+    }
+    check_settings(settings, "fp8", [128, 128])
+
+
+def test_experts_alone_of_a_checkpoint_in_block_fp8(tmp_path, capsys):
+    """Attention stays in FP8, so the settings stay, and skip the experts; MXFP8 has no such settings."""
+    given = block_fp8(generator())
+    attention = {
+        n.replace("mlp.experts.0.", "self_attn."): x.clone() for n, x in given.items() if ".0.gate" in n
+    }
+    found, settings = converted(
+        tmp_path, {**given, **attention}, "bf16", {**BLOCK_FP8, "modules_to_not_convert": ["lm_head"]}
+    )
+    for name, x in attention.items():
+        np.testing.assert_array_equal(bits(found[name]), bits(x))
+    skipped = ["lm_head", PREFIX]
+    assert settings == {**BLOCK_FP8, "modules_to_not_convert": skipped, "ignored_layers": skipped}
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "mx"), "--to", "mxfp8"]) == 2
+    assert "self_attn.gate_proj.weight: got FP8 codes" in capsys.readouterr().err
+    assert not (tmp_path / "mx").exists()
+
+
+def dequantised(given, dtype):
+    """What transformers makes of gpt-oss' tensors, [E, in, out]."""
+    integration = pytest.importorskip("transformers.integrations.mxfp4")
+    return {
+        name.removesuffix("_blocks"): integration.convert_moe_packed_tensors(
+            x, given[name.replace("_blocks", "_scales")], dtype=dtype
+        )
+        for name, x in given.items()
+        if name.endswith("_blocks")
+    }
+
+
+@pytest.mark.parametrize("to", ["bf16", "block-fp8", "mxfp8"])
+def test_mxfp4(tmp_path, to):
+    """Exact in every form, its scales being within 2^14."""
+    given = mxfp4(generator())
+    found, settings = converted(tmp_path, given, to, {"quant_method": "mxfp4"})
+    for name, wanted in dequantised(given, torch.bfloat16 if to == "bf16" else torch.float32).items():
+        assert torch.equal(found[f"{name}_bias"], given[f"{name}_bias"])
+        if to == "bf16":
+            assert torch.equal(found[name], wanted)
+            assert settings is None
+            continue
+        scales = found[f"{name}_scale_inv"].numpy()
+        block = (128, 128) if to == "block-fp8" else (1, 32)
+        factors = 2.0 ** (scales.astype(np.float64) - 127) if to == "mxfp8" else scales.astype(np.float64)
+        values = tile_values(found[name], factors, block)
+        np.testing.assert_array_equal(values, wanted.transpose(1, 2).numpy())
+        check_settings(settings, "mxfp8" if to == "mxfp8" else "fp8", [*block])
+
+
+def test_bfloat16_to_mxfp8(tmp_path):
+    given = plain(generator())
+    found, settings = converted(tmp_path, given, "mxfp8")
+    for name, x in given.items():
+        scales = found[name.replace(".weight", ".weight_scale_inv")]
+        assert scales.dtype == torch.uint8
+        factors = 2.0 ** (scales.numpy().astype(np.float64) - 127)
+        wide = x.double().numpy()
+        bound = np.maximum(np.abs(wide) * 2**-4, 2**-10 * np.repeat(factors, 32, axis=1))
+        assert (np.abs(tile_values(found[name], factors, (1, 32)) - wide) <= bound).all()
+    check_settings(settings, "mxfp8", [1, 32])
+
+
+@pytest.mark.parametrize("to", ["block-fp8", "mxfp8"])
+def test_transformers_loads_the_values_of_the_codes(tmp_path, to):
+    """A model that transformers saved, expert by expert, and loads with its experts' values rounded, all
+    others as they were."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 16}
+    experts = {"num_experts": 3, "num_experts_per_tok": 1}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    model.save_pretrained(tmp_path / "in")
+    conversion.convert(tmp_path / "in", tmp_path / "out", to, report=lambda text: None)
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    names = "weight_block_size", "modules_to_not_convert", "scale_fmt"
+    found = {name: settings[name] for name in names if name in settings}
+    dequantize = transformers.FineGrainedFP8Config(dequantize=True, **found)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=dequantize, dtype=torch.bfloat16
+    ).state_dict()
+    for name, wanted in model.state_dict().items():
+        if ".experts." in name:
+            wide = wanted.float().numpy()
+            if to == "block-fp8":
+                q = fp8moe.quantize(wide, block=(128, 128))
+            else:
+                q = fp8moe.quantize(wide.reshape(-1, wide.shape[-1]), block=(1, 32))
+            scales = q.scales if to == "block-fp8" else 2.0 ** (q.scales.astype(np.float32) - 127)
+            values = tile_values(torch.from_numpy(q.data), scales, q.block).reshape(wanted.shape)
+            wanted = torch.from_numpy(values).bfloat16()
+        assert torch.equal(loaded[name], wanted), name
+
+
+def test_an_interrupted_conversion_is_resumed(tmp_path, monkeypatch, capsys):
+    """Finished files are kept, one that is not has another name, and nothing says that OUT is complete."""
+    source, target = save(tmp_path / "in", plain(generator()), shards=3), tmp_path / "out"
+    finish, finished = shards.Writer.finish, []
+
+    def fail_at_the_second(writer):
+        if finished:
+            raise OSError("no space left")
+        finished.append(writer.path)
+        finish(writer)
+
+    command = ["convert", str(source), str(target), "--to", "block-fp8"]
+    monkeypatch.setattr(shards.Writer, "finish", fail_at_the_second)
+    assert main(command) == 2
+    assert [path.name for path in target.iterdir() if path.suffix != ".partial"] == [finished[0].name]
+    monkeypatch.setattr(shards.Writer, "finish", finish)
+    made = finished[0].stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(command) == 0
+    assert f"{finished[0].name}: finished before" in capsys.readouterr().out
+    assert finished[0].stat().st_mtime_ns == made
+    assert len(load(target)[0]) == 2 * len(plain(generator()))
+    assert main([*command[:-1], "mxfp8"]) == 2
+    assert "got a file of another conversion" in capsys.readouterr().err
+
+
+def test_bytes_that_the_disk_changes_are_found(tmp_path, monkeypatch, capsys):
+    source, read = save(tmp_path / "in", plain(generator())), shards.read_header
+
+    def spoilt(path):
+        if path.suffix == ".partial":
+            with path.open("r+b") as file:
+                file.seek(-1, 2)
+                last = file.read()
+                file.seek(-1, 2)
+                file.write(bytes([last[0] ^ 1]))
+        return read(path)
+
+    monkeypatch.setattr(shards, "read_header", spoilt)
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "bf16"]) == 2
+    assert "got other bytes of" in capsys.readouterr().err
+    assert not [*(tmp_path / "out").glob("model*.safetensors")]
+
+
+def test_memory_is_that_of_an_expert(tmp_path, monkeypatch):
+    """Of 64 experts in one parameter; files are copied and read back in pieces."""
+    monkeypatch.setattr(shards, "PIECE", 2**16)
+    values = torch.from_numpy(generator().standard_normal((64, 128, 256), np.float32))
+    source = save(tmp_path / "in", {f"{PREFIX}.down_proj": values}, shards=1)
+    conversion.convert(source, tmp_path / "first", "bf16", report=lambda text: None)  # imports and compiles
+    tracemalloc.start()
+    try:
+        conversion.convert(source, tmp_path / "out", "block-fp8", report=lambda text: None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < values.nbytes / 4
+    found = load(tmp_path / "out")[0]
+    w = fp8moe.quantize_weights(values)
+    np.testing.assert_array_equal(bits(found[f"{PREFIX}.down_proj"]), w.rowwise.data.numpy())
+    assert torch.equal(found[f"{PREFIX}.down_proj_scale_inv"], w.rowwise.scales)
+
+
+def without(tensors, text):
+    return {name: x for name, x in tensors.items() if text not in name}
+
+
+def with_nan(rng):
+    tensors = plain(rng)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    return tensors
+
+
+REFUSED = {
+    "no experts": (lambda rng: others(rng), None, "bf16", "IN: got no experts"),
+    "no scales": (
+        lambda rng: without(block_fp8(rng), "1.up_proj.weight_scale"),
+        BLOCK_FP8,
+        "bf16",
+        "1.up_proj.weight: got no",
+    ),
+    "scales of rows": (
+        lambda rng: {n: x[:, :1].contiguous() if "scale" in n else x for n, x in block_fp8(rng).items()},
+        BLOCK_FP8,
+        "bf16",
+        r"wanted \[1, 2\], of tiles",
+    ),
+    "int8": (
+        lambda rng: {n: x.to(torch.int8) for n, x in plain(rng).items()},
+        None,
+        "bf16",
+        "got I8 .* not known",
+    ),
+    "another method": (plain, {"quant_method": "gptq"}, "bf16", "quant_method 'gptq'"),
+    "other blocks": (plain, {**BLOCK_FP8, "weight_block_size": [64, 64]}, "bf16", r"\[64, 64\]; wanted"),
+    "skipped": (
+        plain,
+        {**BLOCK_FP8, "modules_to_not_convert": ["model.layers.0"]},
+        "block-fp8",
+        "'model.layers.0' in",
+    ),
+    "one parameter to mxfp8": (
+        lambda rng: {f"{PREFIX}.up_proj": torch.ones(2, 64, 64)},
+        None,
+        "mxfp8",
+        "not known along which dimension",
+    ),
+    "odd rows to mxfp8": (
+        lambda rng: {f"{PREFIX}.0.up_proj.weight": torch.ones(64, 40)},
+        None,
+        "mxfp8",
+        "multiple of 32",
+    ),
+    "NaN": (with_nan, None, "block-fp8", "gate_proj.weight: got NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(tmp_path, capsys, case):
+    make, config, to, message = REFUSED[case]
+    source = save(tmp_path / "in", make(generator()), config)
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", to]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fp8moe convert: ")
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)
+    assert not [*(tmp_path / "out").glob("[!.]*")]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder, path: path.write_bytes(path.read_bytes()[:-1]), "a truncated file?"),
+        (lambda folder, path: path.write_bytes(path.read_bytes()[:5]), "wanted a file of safetensors"),
+        (lambda folder, path: path.write_bytes(b"\xff" * 64), "wanted a file of safetensors"),
+        (lambda folder, path: path.write_bytes((8).to_bytes(8, "little") + b"{" * 8), "not safetensors'"),
+        (lambda folder, path: path.unlink(), "which is no file beside it"),
+        (
+            lambda folder, path: path.write_bytes(next(folder.glob("*2-of*")).read_bytes()),
+            "wanted an index of all",
+        ),
+        (lambda folder, path: (folder / "config.json").unlink(), "wanted the model's configuration"),
+        (lambda folder, path: (folder / "model.safetensors.index.json").unlink(), "wanted one of them"),
+    ],
+)
+def test_damaged_checkpoints(tmp_path, capsys, spoil, message):
+    source = save(tmp_path / "in", plain(generator()))
+    spoil(source, next(source.glob("*1-of*")))
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "bf16"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders(tmp_path, capsys):
+    source = save(tmp_path / "in", plain(generator()))
+    for target, message in ((source, "which is IN"), (tmp_path / "used", "which IN does not have")):
+        if target != source:
+            target.mkdir()
+            (target / "a.safetensors").write_text("")
+        assert main(["convert", str(source), str(target), "--to", "bf16"]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "bf16"]) == 2
+    assert "got no folder" in capsys.readouterr().err
