@@ -66,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
         help=f"an architecture such as sm_90a; repeatable (default: {' '.join(ARCHITECTURES)})",
     )
 
+    compile_.add_argument("--json", action="store_true", help="print one JSON object")
+
     bench = verbs.add_parser("bench", help="time operations, relative to this machine's copy bandwidth")
     bench.add_argument(
         "topics",
@@ -154,9 +156,9 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from fp8moe.kernels_cuda.runtime import compiler
+    from fp8moe.kernels_cuda import compile_all
 
-    return compiler.main(arguments.arch)
+    return compile_all.main(arguments.arch, arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

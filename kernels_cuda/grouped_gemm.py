@@ -4,6 +4,7 @@ names and signatures of `fp8moe.reference.grouped_gemm`."""
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ from fp8moe.kernels_cuda.runtime.encodings import FORMATS, KINDS
 from fp8moe.kernels_cuda.runtime.launch import current_architecture, launch, multiprocessors, scratch, threads
 from fp8moe.records import PermutationPlan, Permuted, QuantTensor
 
+_log = logging.getLogger(__name__)
 #: floating-point operations above which a slower backend is not chosen silently
 MANY = 10**9
 #: (operation, operands) pairs that `python -m fp8moe info` lists
@@ -150,9 +152,17 @@ def describe(architecture: str) -> list[str]:
     return lines
 
 
+@cache
+def _log_choice(verb: str, operands: tuple[str, str], architecture: str, chosen: Choice) -> None:
+    """Once for each choice, of the calls that are recorded."""
+    why = f" ({'; '.join(chosen.reasons)})" if chosen.reasons else ""
+    _log.info("%s of %s and %s on %s: backend %s%s", verb, *operands, architecture, chosen.backend, why)
+
+
 def _chosen(product: Product, backend: str | None, num_sms: int | None) -> str:
     architecture = current_architecture()
     chosen = choose(product, architecture, backend)
+    _log_choice(product.verb, product.operands, architecture, chosen)
     if chosen.reasons and product.flops > MANY and architecture == "sm_90a":
         warnings.warn(
             f"{product.verb}: {chosen.backend} multiplies, not a faster one ({'; '.join(chosen.reasons)}); "

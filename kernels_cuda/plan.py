@@ -706,3 +706,25 @@ def _placing(name: str, from_mask: bool, by_words: bool = False) -> Any:
 _place_entries = _placing("_place_entries", from_mask=False)
 _place_mask = _placing("_place_mask", from_mask=True)
 _place_mask_words = _placing("_place_mask_words", from_mask=True, by_words=True)
+
+
+def kernels() -> list[tuple[Any, tuple[Any, ...]]]:
+    """Every kernel with its arguments' types (`numba_cuda.kind_of`), for ids of both widths and masks of
+    bool. Those of a mask of other integers, of a number of experts that is no multiple of 8, are left out."""
+    sizes, out = (Sizes, ("i",) * len(Sizes._fields)), (Arrays, ("int32",) * len(Arrays._fields))
+    topk = [
+        kernel
+        for ids in ("int32", "int64")
+        for kernel in (
+            (_count_entries, (ids, sizes, "int32")),
+            (_place_entries, (ids, "int32", sizes, "int32", out)),
+        )
+    ]
+    return topk + [
+        kernel
+        for count, place, mask in (
+            (_count_mask_words, _place_mask_words, "uint64"),
+            (_count_mask, _place_mask, "bool"),
+        )
+        for kernel in ((count, (mask, sizes, "int32")), (place, ("int32", mask, sizes, "int32", out)))
+    ]

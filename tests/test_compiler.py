@@ -1,6 +1,7 @@
 """The cache of compiled kernels, and the compilation of every kernel for every architecture, without a
 GPU."""
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -87,8 +88,9 @@ def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(
         compiler, "OPTIONS", (*compiler.OPTIONS, f"-I{tmp_path}")
     )  # another key than in other tests
+    monkeypatch.setattr(compiler, "nvrtc_threads", compiler.Threads(2))
     path = compiler.files()["permute.cu"]
-    assert compiler.cubin(path, "sm_90a") == b"code of permute"
+    assert compiler.requested(path, "sm_90a").result() == b"code of permute"
     deadline = time.monotonic() + 60
     while len(compiled) < len(compiler.sources("sm_90a")) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -118,7 +120,7 @@ def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
     assert sorted(compiled) == sorted(usual.items())
     for name, defines in usual.items():
         assert defines in compiler.variants(compiler.files()[f"{name}.cu"])
-        compiler.cubin(compiler.files()[f"{name}.cu"], "sm_90a", defines)
+        compiler.requested(compiler.files()[f"{name}.cu"], "sm_90a", defines).result()
     assert len(compiled) == len(usual) == len(list((tmp_path / "cache").iterdir()))
 
 
@@ -157,11 +159,13 @@ def one_of_every_format(variants):
 
 
 def compiled_sources(architecture):
-    """All of them; for a related architecture the mma.sync products and two others, which the run's seed
-    selects."""
+    """All of them; for a related architecture `some_sources`."""
+    return some_sources(architecture) if architecture in RELATED else compiler.sources(architecture)
+
+
+def some_sources(architecture):
+    """The mma.sync products and two others, which the run's seed selects."""
     sources = compiler.sources(architecture)
-    if architecture not in RELATED:
-        return sources
     products = [path for path in sources if path.stem.endswith("_mma")]
     others = [path for path in sources if path not in products]
     return products + random.Random(f"{SEED} {architecture}").sample(others, 2)
@@ -200,6 +204,7 @@ def test_every_kernel_compiles_without_spills(path, architecture):
 @pytest.mark.parametrize(("spills", "status"), [(0, 0), (8, 1)])
 def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, status):
     pytest.importorskip("cupy")
+    compile_all = pytest.importorskip("fp8moe.kernels_cuda.compile_all")
     log = (
         "ptxas info : Compiling entry function 'permute_rows' for 'sm_80'\n"
         f"0 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
@@ -209,7 +214,10 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
     code, written = bytes([spills, 1, 2]), {}
     monkeypatch.setattr(compiler, "compile_source", lambda path, architecture, defines: (code, log))
     monkeypatch.setattr(compiler, "_write", written.__setitem__)
-    assert compiler.main(["sm_80"]) == status
+    monkeypatch.setattr(compiler, "nvrtc_threads", compiler.Threads(1))
+    monkeypatch.setattr(compile_all, "_plan_kernels", lambda architectures: contextlib.nullcontext([]))
+    monkeypatch.setattr(compile_all.replay.LOOP, "compile", lambda: compiler.Threads(1).start(0, "", int))
+    assert compile_all.main(["sm_80"]) == status
     path = compiler.files()["unpermute.cu"]
     key = compiler._key(path, "sm_80", compiler.variants(path)[0])  # which a launch reads
     assert written == {compiler._entry("unpermute", "sm_80", key): code}
@@ -221,13 +229,14 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
 def test_the_oldest_compiler_compiles_every_source(architecture, monkeypatch):
     """In a variant that the run's seed selects. NVRTC accepts more from version to version: 13.5 took a
-    generic lambda that 13.0 and 12.9 refuse."""
+    generic lambda that 13.0 and 12.9 refuse. For sm_100a, for which no preprocessed source but swiglu's is
+    another than sm_90a's, the same sources as for a related architecture."""
     pytest.importorskip("cupy")
     nvrtc = OldNvrtc()
     assert nvrtc.getVersion() == compiler.OLDEST_NVRTC
-    monkeypatch.setattr(compiler, "_nvrtc", lambda: nvrtc)
+    monkeypatch.setattr(compiler, "load_nvrtc", lambda: nvrtc)
     choose = random.Random(SEED)
-    for path in compiler.sources(architecture):
+    for path in compiler.sources(architecture) if architecture == "sm_90a" else some_sources(architecture):
         defines = choose.choice(compiler.variants(path))
         code, log = compiler.compile_source(path, architecture, defines)
         assert code.startswith(b"\x7fELF")
@@ -296,7 +305,7 @@ def test_an_error_names_a_compiler_that_is_too_old(monkeypatch):
     pytest.importorskip("cupy")
     nvrtc = OldNvrtc()
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (12, 0))
-    monkeypatch.setattr(compiler, "_nvrtc", lambda: nvrtc)
+    monkeypatch.setattr(compiler, "load_nvrtc", lambda: nvrtc)
     with pytest.raises(compiler.CompileError, match=r"NVRTC 12\.0 was found.*need 12\.9 or newer.*cuda12"):
         compiler.compile_source(compiler.files()["permute.cu"], "sm_999")
 
@@ -363,6 +372,7 @@ def test_numba_compilation_restores_garbage_collection(monkeypatch, collects, fa
 
     monkeypatch.setattr(numba_cuda, "_compile", compile)
     monkeypatch.setattr(compiler, "prefetch", lambda architecture: None)
+    monkeypatch.setattr(compiler, "numba_threads", compiler.Threads(1))
     before = gc.isenabled()
     try:
         (gc.enable if collects else gc.disable)()

@@ -20,7 +20,7 @@ pytest.importorskip("cupy")
 
 from fp8moe.kernels_cuda.runtime import driver, replay
 from fp8moe.kernels_cuda.runtime.replay import Plan, Step
-from fp8moe.runtime.loops import Loop
+from fp8moe.runtime.loops import RUNS, Loop
 
 DRAW = random.Random(SEED)
 ARRAYS = 5
@@ -146,7 +146,6 @@ def run_by(monkeypatch):
 
     def run_by(loop, fake, dependent=True):
         monkeypatch.setattr(replay.LOOP, "run", loop)
-        monkeypatch.setattr(replay.LOOP, "compile", lambda *arguments: None)
         monkeypatch.setattr(driver, "functions", lambda: fake.functions)
         monkeypatch.setattr(driver, "has_dependent_launch", lambda device: dependent)
 
@@ -270,12 +269,14 @@ def test_a_loop_is_interpreted_until_it_is_compiled():
     def twice(x):
         return 2 * x
 
-    loop = Loop(twice)
-    assert loop.run is twice
-    loop.compile(1)
+    loop = Loop(twice, 1)
+    assert [loop.run(n) for n in range(RUNS - 1)] == [2 * n for n in range(RUNS - 1)]
+    assert loop.task is None  # a process's first step has Numba to itself
+    interpreted = loop.run
+    assert interpreted(5) == 10
     task = loop.task
-    loop.compile(1)  # once
-    assert loop.task is task
+    assert interpreted(6) == 12
+    assert loop.task is task  # once
     if hasattr(os, "fork"):  # a process is forked when no thread compiles any more
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there are threads
@@ -289,15 +290,16 @@ def test_a_loop_is_interpreted_until_it_is_compiled():
 
 
 def compile_now(loop):
-    loop.compile(1)
+    for _ in range(RUNS):
+        loop.run(1)
     loop.task.wait()
 
 
 def test_a_loop_that_is_not_compiled_stays_interpreted():
     def refused(x):
-        return open(x)
+        return x and open  # what it returns has no type of Numba's
 
-    loop = Loop(refused)
+    loop = Loop(refused, 1)
     with pytest.warns(RuntimeWarning, match="Numba does not compile refused"):
         compile_now(loop)
     assert loop.run is refused

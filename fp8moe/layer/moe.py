@@ -457,7 +457,8 @@ def experts_forward(
         x = cast(recipe, x)
     sizes: dict[str, Any] = {"align_size": recipe.align_size, "num_out_tokens": num_out_tokens}
     plan = raw_plan_topk(topk_ids, experts, **sizes)
-    return _by_plan(x, w13, w2, bias13, plan, topk_probs, options, gradients)
+    y, saved = _by_plan(x, w13, w2, bias13, plan, topk_probs, options, gradients)
+    return y, _foreseeing_backward(y, saved, gradients)
 
 
 @operation
@@ -481,7 +482,14 @@ def permuted_experts_forward(
         x = cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, recipe.align_size)
     y, saved = _by_plan(x, w13, w2, bias13, rows, probs, options, gradients)
-    return unpad_rows(y, rows)[0], saved
+    y = unpad_rows(y, rows)[0]
+    return y, _foreseeing_backward(y, saved, gradients)
+
+
+def _foreseeing_backward(y: Any, saved: Saved, gradients: Collection[str]) -> Saved:
+    if gradients:
+        current.call.foresee(experts_backward, saved, y, None, None, "float32", gradients)
+    return saved
 
 
 def _by_plan(

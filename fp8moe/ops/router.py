@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
+from fp8moe.ops.plan import plan_topk
 from fp8moe.records import ArrayLike, ArraySpec, Options, Record
 from fp8moe.runtime import checks
 from fp8moe.runtime.dispatch import enter, operation
@@ -185,6 +186,7 @@ def route(
         )
     )
     call.run("router", "route", a.logits, a.expert_bias, a.padding_mask, config=config, out=out)
+    call.foresee(plan_topk, out.topk_ids, experts)
     return call.leave(out)  # type: ignore[no-any-return]
 
 

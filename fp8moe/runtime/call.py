@@ -6,6 +6,7 @@ converted to arrays of the caller's framework.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from fp8moe.runtime.interop import (
 from fp8moe.runtime.interop.base import NOWHERE, place_of
 from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
 
+_log = logging.getLogger(__name__)
 DESCRIPTIONS = frozenset(("fmt", "block", "layout", "transposed"))  # arguments and fields that hold no arrays
 #: arguments that an operation writes to
 WRITTEN = ("out", "dw13", "dw2", "param", "exp_avg", "exp_avg_sq")
@@ -166,6 +168,9 @@ class Call:
                 if start <= place[1] < start + given.nbytes:
                     interop.framework_of(array, "out").overwritten(array)
 
+    def foresee(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """The caller is likely to call ``function`` later, with such arguments: see `DryRun.foresee`."""
+
     def upload(self, host: np.ndarray) -> RawArray:
         """Copy a small host array to the device of this call, on its stream."""
         if self.device == "cpu":
@@ -278,10 +283,16 @@ def count_overwrite(place: tuple[Device, int]) -> None:
 @cache
 def load_backend(device: Device, topic: str) -> ModuleType:
     """The module of one topic: ``fp8moe.reference`` on the CPU, ``fp8moe.kernels_cuda`` on CUDA."""
-    if device == "cpu":
-        return load_module(f"fp8moe.reference.{topic}")
-    require_cupy(f"{topic} on {describe_device(device)}")
-    return load_module(f"fp8moe.kernels_cuda.{topic}")
+    backend = "fp8moe.reference" if device == "cpu" else "fp8moe.kernels_cuda"
+    if backend not in _logged:
+        _logged.add(backend)
+        _log.info("backend %s, as the first array lies on %s", backend, describe_device(device))
+    if device != "cpu":
+        require_cupy(f"{topic} on {describe_device(device)}")
+    return load_module(f"{backend}.{topic}")
+
+
+_logged: set[str] = set()
 
 
 #: returns the module that launches kernels; loaded at the first use, as it imports CuPy

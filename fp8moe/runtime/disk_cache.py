@@ -11,11 +11,14 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 _FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")  # a FIFO is opened without a writer
 _OPEN_ENTRY = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in _FLAGS)
+LOCKED = 60  # seconds that a process waits for another one's lock
 
 
 def read_entry(folder: Path, name: str) -> bytes | None:
@@ -51,6 +54,36 @@ def write_entry(folder: Path, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def locked_entry(folder: Path, name: str) -> Iterator[None]:
+    """Hold an entry's lock, so that of several processes one makes it; the system releases it if that ends.
+    OSError says why it is not held: a file system without locks, or a process that has it for a minute."""
+    import fcntl
+
+    make_folder(folder)
+    place = _own(folder) / f"{name}.lock"
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | _OPEN_ENTRY, 0o600)
+    try:
+        deadline = time.monotonic() + LOCKED
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        try:
+            yield
+        finally:
+            # first: whoever has the file open and waits will find the entry, and whoever opens it anew, too
+            with contextlib.suppress(OSError):
+                os.unlink(place)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a forked child, which has the descriptor
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

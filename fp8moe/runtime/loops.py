@@ -119,37 +119,52 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
+RUNS = 32  # of a loop until a thread begins to compile it
+
+
 class Loop:
     """A loop that Python runs until a thread has compiled it, or has loaded it from the cache.
+
+    The thread begins at the loop's run number `RUNS`: in a process's first step it would hold Numba's lock
+    for 3 s, which the kernels that this step needs have to wait for.
 
     run: the loop as it can be called now.
     """
 
-    def __init__(self, function: Callable[..., Any]):
-        self.run, self.compiled = function, compiled(function)
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        """arguments: such as the compiled loop takes; a call with them must do nothing."""
+        self.compiled = compiled(function)
+        self.run: Callable[..., Any] = self._interpret
         self.task: Task | None = None
+        self._function, self._arguments, self._runs = function, arguments, 0
         self._starting = threading.Lock()
 
-    def compile(self, *arguments: Any) -> None:
-        """Have a thread compile the loop, once, by a call with such arguments."""
-        if self.task is not None:
-            return
+    def _interpret(self, *arguments: Any) -> Any:
+        self._runs += 1
+        if self._runs >= RUNS and self.task is None:
+            self.compile()
+        return self._function(*arguments)
+
+    def compile(self) -> Task:
+        """Have a thread compile the loop, once."""
         with self._starting:
             if self.task is None:
-                self.task = Workers().submit(1, self._compile, arguments)
+                self.task = Workers().submit(1, self._compile)
                 # a process that ends, or is copied, must not leave Numba's lock held by a thread that is gone
                 atexit.register(self.task.wait)
                 if hasattr(os, "register_at_fork"):
                     os.register_at_fork(before=self.task.wait)
+            return self.task
 
-    def _compile(self, arguments: Any) -> None:
+    def _compile(self) -> None:
         try:
-            self.compiled(*arguments)
+            self.compiled(*self._arguments)
             self.run = self.compiled
         except Exception as error:
+            self.run = self._function
             warnings.warn(
-                f"fp8moe: Numba does not compile {self.run.__name__} ({error}); Python runs it, which takes "
-                "more of the host's time",
+                f"fp8moe: Numba does not compile {self._function.__name__} ({error}); Python runs it, which "
+                "takes more of the host's time",
                 RuntimeWarning,
                 stacklevel=1,
             )

@@ -10,6 +10,7 @@ memory (`GivenMemory`), as XLA's runtime does for JAX under ``jit``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -61,6 +62,7 @@ class DryRun(Call):
     num_arguments: of the call. argument_of: by the id of the raw form of an argument that holds arrays: its
         number.
     overwritten: (buffer, offset in bytes) of each array that `count_overwrite` was called for.
+    foreseen: later calls, each with descriptors of its arguments, which refer to no buffer.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class DryRun(Call):
         self.uploads = False
         self.num_arguments, self.argument_of = 0, dict[int, int]()
         self.overwritten: list[tuple[int, int]] = []
+        self.foreseen: list[tuple[Callable[..., Any], Any]] = []
         self.inputs: list[DeviceArray] = []
         for shape, dtype, align in described:
             number = len(self.inputs)
@@ -119,6 +122,27 @@ class DryRun(Call):
     def count_overwrite(self, raw: RawArray) -> None:
         assert isinstance(raw, DeviceArray)
         self.overwritten.append((int(raw.owner), raw.start))
+
+    def foresee(self, function: Callable[..., Any], *arguments: Any) -> None:
+        if self.device != NOWHERE:
+            self.foreseen.append((function, map_arrays(lambda a: replace(a, owner=None), arguments)))
+
+    def load_kernels(self) -> None:
+        """Load the kernels of all launches. If some are not in the cache and have to be compiled, which takes
+        seconds, so are those of the foreseen calls, at the same time."""
+        if not (unloaded := cuda_launch().unloaded(self.steps)):
+            return
+        if not all(kernel.code.is_cached for kernel in unloaded):
+            for function, arguments in self.foreseen:
+                self._dry_run_later(function, arguments)
+        cuda_launch().load_kernels(unloaded)
+
+    def _dry_run_later(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        described = [(a.shape, a.dtype, 0) for a in arrays_in(arguments)]
+        later = DryRun(described, int(self.device), self.framework)
+        inputs = iter(later.inputs)
+        with contextlib.suppress(Exception):  # which that call raises, if it comes
+            later.perform(function, *map_arrays(lambda _: next(inputs), arguments))
 
     def upload(self, host: np.ndarray) -> RawArray:
         self.uploads = True
@@ -340,6 +364,7 @@ def record(
     count = len(arguments)
     named = dict(zip(options, raw[count:], strict=True))
     result = call.perform(function, *raw[:count], **named)
+    call.load_kernels()
     return Recording(call, result, written)
 
 
@@ -424,6 +449,7 @@ class GivenMemory:
             if checks.reads_values():
                 raise NotRecordable
             call.perform(self._function, list(call.inputs))
+            call.load_kernels()
         except NotRecordable:  # every run calls the function
             return OnDevice(None, [], 0)
         following, scratch = iter(self._places), 0

@@ -40,6 +40,9 @@ class Task:
         with self._unfinished:
             pass
 
+    def has_ended(self) -> bool:
+        return not self._unfinished.locked()
+
     def result(self) -> Any:
         """What the call returns, or raises, when it has ended."""
         self.wait()

@@ -1,27 +1,35 @@
 """Compiles `.cu` files to machine code with NVRTC: no nvcc, no build step, and for `compile` no GPU.
 
-`cubin` compiles one source for one architecture and caches the result on disk. `main` is ``python -m fp8moe
-compile``: every source for several architectures, with registers and spills.
+`requested` has threads compile one source for one architecture, cached on disk, and `finish` waits for what
+a call launches: a dry run requests all of its kernels before the first is needed.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
+import heapq
 import importlib
+import importlib.util
+import itertools
+import logging
 import os
 import re
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Collection, Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from fp8moe.runtime.disk_cache import read_entry, write_entry
+from fp8moe.runtime.disk_cache import locked_entry, read_entry, write_entry
 from fp8moe.runtime.workers import Task, Workers
 
+_log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 # -fmad=false: a * b + c must round twice, as the reference does; CuPy would add -ftz=true by default.
@@ -147,104 +155,213 @@ def variants(path: Path) -> list[tuple[str, ...]]:
     return VARIANTS.get(path.stem, [()])
 
 
-def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
-    """Machine code of one source, from the disk cache if present.
+class Code:
+    """Machine code, or the task of a thread that compiles it."""
 
-    The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. Each entry has a checksum: a truncated
-    or damaged entry is compiled again. So is one that others could have written
+    def __init__(self, label: str, architecture: str, code: bytes | Task):
+        self.label, self.architecture, self._code = label, architecture, code
+        self.is_cached = not isinstance(code, Task)
+
+    def is_ready(self) -> bool:
+        return not isinstance(self._code, Task) or self._code.has_ended()
+
+    def result(self) -> bytes:
+        """The code, once it is compiled, or the compiler's error."""
+        return self._code.result() if isinstance(self._code, Task) else self._code  # type: ignore[no-any-return]
+
+
+def requested(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> Code:
+    """Machine code of one source, which a thread compiles unless it is in the disk cache.
+
+    The cache is ``FP8MOE_CACHE_DIR``, or else ``fp8moe`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Each entry
+    has a checksum: a truncated or damaged entry is compiled again. So is one that others could have written
     (`fp8moe.runtime.disk_cache`).
     """
-    if (code := _read(_entry(path.stem, architecture, _key(path, architecture, defines)))) is not None:
-        return code
-    job = _submit(path, architecture, defines)
+    label, key = " ".join((path.name, *defines)), _key(path, architecture, defines)
+    return requested_by(
+        nvrtc_threads, label, path.stem, architecture, key, partial(_cubin, path, architecture, defines)
+    )
+
+
+def requested_by(
+    threads: Threads, label: str, name: str, architecture: str, key: str, compile: Callable[[], bytes]
+) -> Code:
+    """Machine code that a thread makes by ``compile``, unless it is `cached`."""
+    _announce(architecture)
+    if (code := _read(_entry(name, architecture, key))) is not None:
+        return Code(label, architecture, code)
+    task = threads.start(NEEDED, key, cached, name, architecture, key, compile)
     prefetch(architecture)
-    return job.result()  # type: ignore[no-any-return]
+    return Code(label, architecture, task)
+
+
+def keep(path: Path, architecture: str, defines: tuple[str, ...], code: bytes) -> None:
+    """Put machine code into the cache, as `requested` reads it."""
+    _write(_entry(path.stem, architecture, _key(path, architecture, defines)), code)
 
 
 def prefetch(architecture: str) -> None:
-    """Compiles every source in its first variant in background threads; the matrix products last, which take
-    longest and are not needed first."""
-    for path in sorted(sources(architecture), key=lambda p: "mma" in p.stem):
-        _submit(path, architecture, variants(path)[0])
+    """Compiles every source in its first variant, after all that is needed now; the matrix products last,
+    which are not needed first."""
+    for path in sources(architecture):
+        defines = variants(path)[0]
+        key = _key(path, architecture, defines)
+        call = cached, path.stem, architecture, key, partial(_cubin, path, architecture, defines)
+        nvrtc_threads.start(LATER + ("mma" in path.stem), key, *call)
+
+
+def finish(codes: Collection[Code]) -> None:
+    """Return when all of this is compiled, which can take seconds: not in silence."""
+    missing = {(code.label, code.architecture): code for code in codes if not code.is_ready()}
+    if not missing:
+        return
+    start, (*_, architecture) = time.perf_counter(), next(iter(missing))
+    what = f"{len(missing)} kernel{'s' * (len(missing) > 1)} for {architecture}"
+    _log.info("compiling %s, cache %s", what, cache_folder_name())
+    with progress(len(missing), f"fp8moe: compiling kernels for {architecture}", delay=2) as bar:
+        for code in missing.values():
+            code.result()
+            bar.update()
+    _log.info("compiled %s in %.1f s", what, time.perf_counter() - start)
+
+
+@cache
+def _announce(architecture: str) -> None:
+    _log.info("CUDA kernels for %s, cache of compiled kernels %s", architecture, cache_folder_name())
+
+
+class NoBar(contextlib.AbstractContextManager["NoBar"]):
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self) -> None: ...
+
+
+def progress(total: int, text: str, delay: float) -> Any:
+    """A bar of tqdm on a terminal, if that is installed, shown after ``delay`` seconds."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        return NoBar()
+    bar = importlib.import_module("tqdm").tqdm
+    return bar(total=total, desc=text, delay=delay, leave=False, unit="kernel", dynamic_ncols=True)
 
 
 def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:
-    """The result of ``compile``, cached on disk by ``key``, which must determine it."""
+    """The result of ``compile``, cached on disk by ``key``, which must determine it. Of several processes
+    that want the same, such as the ranks of a host, one compiles and the others wait for it."""
     entry = _entry(name, architecture, key)
     if (code := _read(entry)) is not None:
         return code
-    code = compile()
-    _write(entry, code)
-    return code
-
-
-def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Task:
-    """Compiles in a background thread, once per key (NVRTC releases the GIL)."""
-    key = _key(path, architecture, defines)
-    with _lock:
-        if key not in _jobs:
-            # more threads slow down Numba, which compiles concurrently
-            _jobs[key] = _workers.submit(
-                *(2, cached, path.stem, architecture, key),
-                lambda: compile_source(path, architecture, defines)[0],
-            )
-        return _jobs[key]
-
-
-_jobs: dict[str, Task] = {}
-_lock = threading.Lock()
-_workers = Workers()
-
-
-@atexit.register
-def _finish() -> None:
-    """Wait for the threads: NVRTC must not compile while the process ends, and the next one finds all
-    kernels."""
-    for job in list(_jobs.values()):
-        job.wait()
+    with contextlib.ExitStack() as stack:
+        # a folder that is not used, of which `_read` or `_write` warns, or a system without such locks
+        with contextlib.suppress(OSError, RuntimeError, ImportError):
+            stack.enter_context(locked_entry(_cache_folder(), entry))
+        if (code := _read(entry)) is not None:
+            return code
+        code = compile()
+        _write(entry, code)
+        return code
 
 
 def _key(path: Path, architecture: str, defines: tuple[str, ...]) -> str:
-    return repr((_digest(), path.name, architecture, OPTIONS, defines, _nvrtc().getVersion()))
+    return repr((_digest(), path.name, architecture, OPTIONS, defines, load_nvrtc().getVersion()))
 
 
 def _entry(name: str, architecture: str, key: str) -> str:
     return f"{name}-{architecture}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
-def main(architectures: list[str] | None) -> int:
-    """Compiles everything into the cache and prints registers and spills; returns 1 if anything fails or
-    spills."""
-    nvrtc = _nvrtc()
-    version = ".".join(map(str, nvrtc.getVersion()))
-    # those of `driver.architecture`
-    known = [f"sm_{n}" + ("a" if n >= 90 else "") for n in nvrtc.getSupportedArchs() if n >= 80]
-    for architecture in architectures or ():
-        if architecture not in known:
-            raise ValueError(
-                f"--arch: got {architecture}; wanted one that NVRTC {version} compiles these kernels for: "
-                + ", ".join(known)
-            )
-    print(f"NVRTC {version}")
-    print(f"{'kernel':58} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
-    failed = kernels = spilling = 0
-    for architecture in architectures or ARCHITECTURES:
-        for path, defines in ((p, d) for p in sources(architecture) for d in variants(p)):
-            start = time.perf_counter()
-            try:
-                code, log = compile_source(path, architecture, defines)
-            except CompileError as error:
-                print(f"{path.name:58} {architecture:9} FAILED {' '.join(defines)}\n{error}")
-                failed += 1
-                continue
-            took = (time.perf_counter() - start) * 1e3
-            _write(_entry(path.stem, architecture, _key(path, architecture, defines)), code)
-            for name, registers, spills, shared in usage(log):
-                label = f"{path.stem}.{name} {' '.join(defines)}"
-                print(f"{label:58} {architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")
-                kernels, spilling = kernels + 1, spilling + (spills > 0)
-    print(f"{kernels} kernels, {spilling} with spills, {failed} variants of sources that do not compile")
-    return 1 if failed or spilling else 0
+def _cubin(path: Path, architecture: str, defines: tuple[str, ...]) -> bytes:
+    return compile_source(path, architecture, defines)[0]
+
+
+# ---------------------------------------------------------------- threads that compile
+
+NEEDED, LATER = 0, 1  # by a call now, perhaps by a later one
+
+
+class Threads:
+    """Threads that make each call once, by its key, the most urgent first."""
+
+    def __init__(self, count: int):
+        self._count, self._workers, self._numbers = count, Workers(), itertools.count()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as in a forked child, which has none of the threads."""
+        self.lock = threading.Lock()
+        self._tasks: dict[str, Task] = {}
+        # a heap of (urgency, number, key, task); of the same task twice, if it has become more urgent
+        self._waiting: list[tuple[int, int, str, Task]] = []
+
+    def start(self, urgency: int, key: str, function: Callable[..., Any], *arguments: Any) -> Task:
+        with self.lock:
+            task = self._tasks.get(key)
+            if task is None or (urgency == NEEDED and not task.given):
+                task = self._tasks.setdefault(key, task or Task(function, arguments))
+                heapq.heappush(self._waiting, (urgency, next(self._numbers), key, task))
+                self._workers.submit(self._count, self._run_one)
+            return task
+
+    def _run_one(self) -> None:
+        with self.lock:
+            task = next((t for *_, t in self._most_urgent() if not t.given), None)
+            if task is None:
+                return
+            task.given = True
+        task.run()
+
+    def _most_urgent(self) -> Iterator[tuple[int, int, str, Task]]:
+        while self._waiting:
+            yield heapq.heappop(self._waiting)
+
+    def drop(self) -> None:
+        """Begin nothing that waits."""
+        with self.lock:
+            for *_, key, task in self._most_urgent():
+                if not task.given:
+                    self._tasks.pop(key, None)
+
+    def wait(self) -> None:
+        """Return when all that has begun has ended."""
+        for task in [*self._tasks.values()]:
+            if task.given:
+                task.wait()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# NVRTC's calls do not wait for each other: 4 threads blocked for 1 % of their time. Numba's do, by its lock.
+nvrtc_threads, numba_threads = Threads(cores()), Threads(1)
+
+
+@atexit.register
+def _finish() -> None:
+    """Neither NVRTC nor Numba must compile while the process ends."""
+    for threads in (nvrtc_threads, numba_threads):
+        threads.drop()
+        threads.wait()
+
+
+def _before_fork() -> None:
+    """Let no thread begin, and those that have begun end: a lock that one holds stays held in the child."""
+    for threads in (nvrtc_threads, numba_threads):
+        threads.lock.acquire()
+        threads.wait()
+
+
+def _after_fork(in_child: bool) -> None:
+    for threads in (nvrtc_threads, numba_threads):
+        threads.forget() if in_child else threads.lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=partial(_after_fork, False),
+        after_in_child=partial(_after_fork, True),
+    )
 
 
 def usage(log: str) -> list[tuple[str, int, int, int]]:
@@ -266,7 +383,7 @@ def _number(pattern: str, text: str) -> str:
 
 def compile_source(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> tuple[bytes, str]:
     """(machine code, compiler log) of one source; needs no GPU."""
-    nvrtc = _nvrtc()
+    nvrtc = load_nvrtc()
     # #line keeps the file's name and line numbers in messages and profilers
     text = f'#line 1 "kernels_cuda/{path.name}"\n{path.read_text()}'
     names = [h.name.encode() for h in headers()]
@@ -301,7 +418,18 @@ def _digest() -> str:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("FP8MOE_CACHE_DIR") or Path.home() / ".cache" / "fp8moe")
+    """FP8MOE_CACHE_DIR, or fp8moe in XDG_CACHE_HOME, which counts only if absolute, or in ~/.cache."""
+    if given := os.environ.get("FP8MOE_CACHE_DIR"):
+        return Path(given)
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "fp8moe"
+
+
+def cache_folder_name() -> str:
+    try:
+        return str(_cache_folder())
+    except RuntimeError as error:  # this user has no home folder
+        return str(error)
 
 
 def _read(entry: str) -> bytes | None:
@@ -336,7 +464,7 @@ def _warn(error: Exception) -> None:
 _warned = False
 
 
-def _nvrtc() -> ModuleType:
+def load_nvrtc() -> ModuleType:
     try:
         return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,6 +57,11 @@ def run_at(
         _current.place = before
         if current != device:
             set_device(current)
+
+
+def run_on(device: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function, which launches nothing, with a device's context."""
+    return run_at((device, 0, _outside, None), function, *arguments)
 
 
 def current_device() -> int:
@@ -119,16 +124,60 @@ def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
 
 
 class Kernel:
-    """A loaded kernel, and the kinds of its parameters, which its first launch sets."""
+    """A kernel of a device, which is loaded when its handle is first needed, so that a dry run asks for all
+    of its kernels before it waits for the first; and the kinds of its parameters, which its first launch
+    sets."""
 
-    def __init__(self, code: bytes, name: str):
-        self.name = name
-        module = cupy.cuda.function.Module()
-        driver.while_capturing(module.load, code)
-        self._function = driver.while_capturing(module.get_function, name)  # keeps the module loaded
-        self.ptr = self._function.ptr
-        self.shared = SHARED
+    def __init__(self, code: compiler.Code, name: str, device: int):
+        self.name, self.device, self.shared = name, device, SHARED
         self.parameters: struct.Struct | None = None
+        self.code: compiler.Code | None = code  # until it is loaded
+        self._ptr, self._loading = 0, threading.Lock()
+
+    @property
+    def ptr(self) -> int:
+        if self.code is not None:
+            load_kernels([self])
+        return self._ptr
+
+    def load(self) -> None:
+        """Load the code, which takes no time any more, on the current device."""
+        code = self.code
+        content = b"" if code is None else code.result()
+        with self._loading:
+            if self.code is None:
+                return
+            module = cupy.cuda.function.Module()
+            driver.while_capturing(module.load, content)
+            self._function = driver.while_capturing(module.get_function, self.name)  # keeps the module loaded
+            if self.shared > SHARED:
+                driver.allow_shared(self._function.ptr, self.shared)
+            self._ptr = self._function.ptr
+            self.code = None
+
+    def allow_shared(self, nbytes: int) -> None:
+        """Allow launches with this much dynamic shared memory."""
+        with self._loading:
+            if self.code is None and nbytes > self.shared:
+                driver.allow_shared(self._ptr, nbytes)
+            self.shared = max(self.shared, nbytes)
+
+
+def unloaded(steps: Iterable[Any]) -> list[Kernel]:
+    """The kernels of steps that are not loaded. An int, as in the log of a dry run, is no step."""
+    kernels = [step.kernel for step in steps if type(step) is Step and type(step.kernel) is Kernel]
+    return [kernel for kernel in kernels if kernel.code is not None] if kernels else kernels
+
+
+def load_kernels(kernels: Sequence[Kernel]) -> None:
+    """Load kernels of one device, when all of them are compiled."""
+    run_on(kernels[0].device, _load_compiled, kernels)
+
+
+def _load_compiled(kernels: Sequence[Kernel]) -> None:
+    compiler.finish([kernel.code for kernel in kernels if kernel.code is not None])
+    for kernel in kernels:
+        kernel.load()
 
 
 @cache
@@ -136,7 +185,7 @@ def load_kernel(source: str, kernel: str, defines: tuple[str, ...], device: int)
     """A kernel of ``source``.cu; without ``defines``, of the file's first variant."""
     path = compiler.files()[f"{source}.cu"]
     defines = defines or compiler.variants(path)[0]
-    return Kernel(compiler.cubin(path, driver.architecture(device), defines), kernel)
+    return Kernel(compiler.requested(path, driver.architecture(device), defines), kernel, device)
 
 
 def launch(
@@ -171,8 +220,7 @@ def launch_loaded(
     if x == 0 or y == 0:
         return
     if shared > kernel.shared:
-        driver.allow_shared(kernel.ptr, shared)
-        kernel.shared = shared
+        kernel.allow_shared(shared)
     if kernel.parameters is None:
         kernel.parameters = struct.Struct(
             "".join("f4x" if isinstance(a, float) else "q" for a in arguments[len(boxes) :])

@@ -15,9 +15,11 @@ import gc
 import importlib
 import inspect
 import itertools
+import operator
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +102,14 @@ _loaded: dict[Any, Any] = {}  # by kernel, device and dtypes; a kernel always ge
 
 
 def load_numba_kernel(kernel: Kernel, arguments: tuple[Any, ...], device: int) -> Any:
-    """The kernel loaded for these argument types."""
-    # assembling PTX may call the driver
-    given = kernel, tuple(map(kind_of, arguments)), driver.architecture(device)
-    code = driver.while_capturing(cubin, *given)
-    return launch.Kernel(code, kernel.__name__)
+    """The kernel for these argument types."""
+
+    def run(function: Callable[..., Any], *given: Any) -> Any:
+        # assembling PTX may call the driver, in a thread that has no device yet
+        return launch.run_on(device, driver.while_capturing, function, *given)
+
+    code = requested(kernel, tuple(map(kind_of, arguments)), driver.architecture(device), run)
+    return launch.Kernel(code, kernel.__name__, device)
 
 
 def kind_of(argument: Any) -> Kind:
@@ -136,17 +141,21 @@ def as_words(x: Any) -> Any:
 def cubin(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
     """Machine code of a kernel, whose entry point has the kernel's own name. kinds: its arguments' types by
     `kind_of`. Needs no GPU."""
+    return requested(kernel, kinds, architecture).result()  # type: ignore[no-any-return]
+
+
+def requested(
+    kernel: Kernel, kinds: tuple[Kind, ...], architecture: str, run: Callable[..., Any] = operator.call
+) -> Any:
+    """The `Code` of a kernel. run: makes a call, in the thread that compiles."""
     from fp8moe.kernels_cuda.runtime import compiler
 
     version = importlib.import_module("numba_cuda").__version__
     source = Path(inspect.getfile(kernel)).read_bytes()
     key = repr((source, BLOCK, kernel.__name__, kinds, architecture, version))
-
-    def compile() -> bytes:
-        compiler.prefetch(architecture)  # compiled concurrently, as Numba takes longer than all of them
-        return _without_collecting(_compile, kernel, kinds, architecture)
-
-    return compiler.cached(kernel.__name__, architecture, key, compile)
+    compile = partial(run, _without_collecting, _compile, kernel, kinds, architecture)
+    name = kernel.__name__
+    return compiler.requested_by(compiler.numba_threads, name, name, architecture, key, compile)
 
 
 def _without_collecting(function: Callable[..., bytes], *arguments: Any) -> bytes:

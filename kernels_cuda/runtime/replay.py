@@ -139,7 +139,8 @@ def loop(steps, places, maps, parameters, addresses, stream, launch, fill, encod
     return 0, 0
 
 
-LOOP = Loop(loop)
+_NOTHING = *(np.empty(0, dtype) for dtype in (STEP, PLACE, TENSOR_MAP, np.int64)), np.empty(0, np.int64)
+LOOP = Loop(loop, *_NOTHING, 0, 0, 0, 0)
 
 
 # ---------------------------------------------------------------- plans
@@ -177,7 +178,6 @@ class Plan:
             rows.append((*config, handle, first // 8, len(step.maps), len(step.parameters) // 8))
         tables = np.array(rows, STEP), np.array(places, PLACE), np.array(maps, TENSOR_MAP)
         self._arrays = *tables, np.array(np.frombuffer(parameters, np.int64))
-        LOOP.compile(*_NOTHING, 0, 0, 0, 0)
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on a stream of the current device."""
@@ -192,6 +192,3 @@ class Plan:
         step = self.steps[number]
         function = "cuMemsetD8Async" if step.kernel is None else "cuLaunchKernelEx"
         return RuntimeError(f"{function}: error {status} ({step.name})")
-
-
-_NOTHING = *(np.empty(0, dtype) for dtype in (STEP, PLACE, TENSOR_MAP, np.int64)), np.empty(0, np.int64)

@@ -313,7 +313,6 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a", multipro
     monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
     monkeypatch.setattr(launch, "load_kernel", functools.cache(load_kernel))
     monkeypatch.setattr(replay.LOOP, "run", seeds.choice((replay.loop, replay.LOOP.compiled)))
-    monkeypatch.setattr(replay.LOOP, "compile", lambda *arguments: None)
     monkeypatch.setattr(replay.Plan, "_error", error_of)
     monkeypatch.setattr(driver, "functions", functools.cache(lambda: functions.functions))
     runtime = Runtime()
