@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from fp8moe.adapters import needs
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fp8moe import RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.arguments import check_backend, handle_of
+from fp8moe.adapters.torch.configs import experts_of_model
 from fp8moe.adapters.torch.functional import apply_experts
 from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
 from fp8moe.adapters.torch.operation import (
@@ -288,6 +289,55 @@ class FP8FlowMoE(nn.Module):
             self._reset_experts()  # the router has drawn its numbers, as there before those of the experts
         else:
             self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, config: Any, *, router: bool = True, **options: Any) -> Self:
+        """The routed experts of a published model, by its configuration.
+
+        Parameters
+        ----------
+        config : object or mapping
+            A configuration of transformers, or the contents of a ``config.json``, of model_type "mixtral",
+            "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3" or "glm4_moe". Read are the sizes
+            (``hidden_size``, ``moe_intermediate_size`` or ``intermediate_size``, and ``num_experts`` or its
+            other names) and what the model's router needs.
+        router : bool
+            False for a layer without a router. The routers of "deepseek_v3" and "glm4_moe" add a bias to the
+            scores, so they are modules of their own: `Router.from_config`.
+        **options
+            As in the constructor: ``recipe``, ``recompute``, ``backend``, ``num_sms``, ``weight_copies``,
+            ``process_group``, ``overlap_chunks``, ``device``, ``dtype``.
+
+        Returns
+        -------
+        FP8FlowMoE
+            With new weights. Shared experts, such as those of Qwen2-MoE and DeepSeek-V3, are not part of it.
+
+        Raises
+        ------
+        NotImplementedError
+            For another model_type, an activation other than SiLU, or a router with a bias.
+        ValueError
+            For a configuration that lacks a value, or invalid options.
+
+        Examples
+        --------
+        >>> from fp8moe.torch import FP8FlowMoE
+        >>> sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4}
+        >>> router = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+        >>> config = {"model_type": "qwen3_moe", "hidden_act": "silu", **sizes, **router}
+        >>> layer = FP8FlowMoE.from_config(config)
+        >>> layer.w13.shape, layer.topk
+        (torch.Size([4, 96, 64]), 2)
+        """
+        experts = experts_of_model(config)
+        if checks.flag("router", router) and experts.expert_bias:
+            raise NotImplementedError(
+                "router: got True for a model whose router adds a bias to the scores; wanted False; route by "
+                "fp8moe.torch.Router.from_config(config), and pass its ids and probs"
+            )
+        sizes = experts.hidden, experts.ffn, experts.num_experts, experts.router.topk
+        return cls(*sizes, router=router and experts.router, **options)
 
     hidden = _fixed("_hidden", "H, the number of features.")
     ffn = _fixed("_ffn", "F, the width of an expert.")

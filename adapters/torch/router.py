@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from fp8moe.adapters import needs
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import Routed, RouterConfig
+from fp8moe.adapters.torch.configs import experts_of_model
 from fp8moe.adapters.torch.halves import asked_for
 from fp8moe.adapters.torch.library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch.operation import (
@@ -94,6 +95,42 @@ class Router(nn.Module):
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, config: Any, *, device: Any = None, dtype: torch.dtype | None = None) -> Self:
+        """The router of a published model, by its configuration.
+
+        Parameters
+        ----------
+        config : object or mapping
+            As in `FP8FlowMoE.from_config`.
+        device : device or None
+            Device of the weight.
+        dtype : dtype or None
+            Dtype of the weight.
+
+        Returns
+        -------
+        Router
+            With a new weight, and an ``expert_bias`` of zeros where the model has one
+            (``e_score_correction_bias`` of DeepSeek-V3 and GLM-4.5).
+
+        Raises
+        ------
+        NotImplementedError, ValueError
+            As `FP8FlowMoE.from_config`.
+
+        Examples
+        --------
+        >>> from fp8moe.torch import Router
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+        >>> config = {"model_type": "mixtral", "hidden_act": "silu", "num_experts_per_tok": 2, **sizes}
+        >>> Router.from_config(config).config.topk
+        2
+        """
+        experts = experts_of_model(config)
+        sizes = experts.hidden, experts.num_experts, experts.router
+        return cls(*sizes, expert_bias=experts.expert_bias, device=device, dtype=dtype)
 
     @property
     def config(self) -> RouterConfig:
