@@ -48,11 +48,15 @@ except ImportError as error:
     ) from error
 
 import fp8moe
-from fp8moe import Activation
+from fp8moe import Activation, Quantized
 from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
-from fp8moe.adapters.torch.operands import gates_before_ups, gradient_of_gates_before_ups
+from fp8moe.adapters.torch.operands import (
+    gates_before_ups,
+    gradient_of_gates_before_ups,
+    round_up_to_block,
+)
 from fp8moe.adapters.torch.operation import refuse_codes
 from fp8moe.adapters.torch.weights import Holder, codes_of, holders_of_others, steps_all, weights_unchanged
 from fp8moe.layer.options import ArgumentsBesideRecipe, LayerOptions, options_of
@@ -118,6 +122,11 @@ def enable(
     ) -> Tensor:
         return _multiply(self, hidden_states, top_k_index, top_k_weights, name)
 
+    def codes_forward(
+        self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        return _multiply_codes(self, hidden_states, top_k_index, top_k_weights, name)
+
     class ExpertParallel(EPImplementation):
         """Expert parallelism by `fp8moe.expert_parallel`."""
 
@@ -136,7 +145,7 @@ def enable(
             return _all_tokens(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
-    ALL_FP8_EXPERTS_FUNCTIONS.register(name, _refuse_fp8_experts)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(name, codes_forward)
     EPImplementationInterface.register(name, ExpertParallel)
     for method in ("post_init", "set_experts_implementation"):  # the last steps of making and of setting
         _warn_after(method)
@@ -190,11 +199,54 @@ class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
             self._open = None
 
 
-def _refuse_fp8_experts(experts: nn.Module, *_: Any) -> Tensor:
-    raise NotImplementedError(
-        f"{type(experts).__name__}: got experts in FP8 with scales, as a checkpoint stores them; wanted "
-        "bfloat16, float16 or float32 weights, of which this implementation makes FP8 copies itself; load "
-        "the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+def _multiply_codes(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str) -> Tensor:
+    """The forward of `FP8Experts`, whose parameters are a checkpoint's codes and scales, and are frozen."""
+    if not _options[name].precision.quantizes:
+        raise _unsupported_codes(experts, f"recipe {_options[name].recipe!r}")
+    options = {**_options[name].arguments, "activation": activation_of(experts)}
+    w13, w2 = _records_of(experts)
+    # transformers' own expert parallelism names the experts of other ranks num_experts: no expert
+    return moe_experts(x, w13, w2, ids, probs, **options)
+
+
+@torch.compiler.disable
+def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
+    """Codes and scales of an `FP8Experts`, in its own memory wherever that has the form of the GEMMs; kept
+    then, as the records hold this memory, so that its addresses tell whether it is still the module's."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    given = [getattr(experts, n + of) for n in (first, "down_proj") for of in ("", "_scale_inv")]
+    kept = vars(experts).get("_fp8moe_records")
+    if kept is not None and kept[0] == [t.data_ptr() for t in given]:
+        return kept[1]  # type: ignore[no-any-return]
+    if experts.activation_scheme != "dynamic":
+        raise _unsupported_codes(experts, f"activation_scheme {experts.activation_scheme!r}")
+    if experts.block_size is None or tuple(experts.block_size) != (128, 128):
+        raise _unsupported_codes(experts, f"block_size {experts.block_size}")
+    if given[0].dtype != torch.float8_e4m3fn or any(isinstance(t, DTensor) for t in given):
+        raise _unsupported_codes(experts, f"weights of {given[0].dtype} in a {type(given[0].data).__name__}")
+    w13, scales13, w2, scales2 = (t.detach() for t in given)
+    halves, ffn = 1 + experts.has_gate, w2.shape[2]
+    width = round_up_to_block(ffn)
+    if ffn != width and halves > 1:  # each projection has tiles of its own
+        if scales13.shape[1] != 2 * (width // 128):
+            raise _unsupported_codes(experts, f"scales {list(scales13.shape)} of gate and up of {ffn} rows")
+        scales13 = scales13.unflatten(1, (halves, -1))
+    memory: dict[str, Any] = {"columnwise": False, "share": True}
+    records = (
+        fp8moe.from_block_fp8(w13.view(torch.uint8), scales13, parts=halves, rows=width, **memory),
+        fp8moe.from_block_fp8(w2.view(torch.uint8), scales2, columns=width, **memory),
+    )
+    addresses = [t.data_ptr() for t in given]
+    if addresses == [t.data_ptr() for q in records for t in (q.rowwise.data, q.rowwise.scales)]:
+        vars(experts)["_fp8moe_records"] = addresses, records
+    return records
+
+
+def _unsupported_codes(experts: nn.Module, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(experts).__name__}: got experts in FP8 with {what}; wanted e4m3 codes with a scale for each "
+        "128 x 128 tile, an FP8 recipe, and scales of activations that are made in the forward; load the "
+        "model with quantization_config=FineGrainedFP8Config(dequantize=True)"
     )
 
 
@@ -332,6 +384,9 @@ def _implementation_of(experts: Any) -> str:
 
 def _holder_of(module: nn.Module) -> type[Holder] | None:
     known = hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # set by transformers' decorator
+    known = known and not hasattr(
+        module, "down_proj_scale_inv"
+    )  # codes of a checkpoint, of which none are made
     return _OfExperts if known and _implementation_of(module) in _options else None
 
 

@@ -284,6 +284,41 @@ def test_transformers_loads_the_values_of_the_codes(tmp_path, to):
         assert torch.equal(loaded[name], wanted), name
 
 
+@pytest.mark.gpu
+def test_a_loaded_model_multiplies_by_the_codes_in_place(tmp_path):
+    """On a GPU transformers makes FP8Experts: losses and gradients are those of dequantised weights, whose
+    codes have the same values."""
+    transformers = pytest.importorskip("transformers")
+    adapter = pytest.importorskip("fp8moe.transformers")
+    adapter.enable("fp8_flow")
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+    }
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, dtype=torch.bfloat16)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "in")
+    conversion.convert(tmp_path / "in", tmp_path / "out", "block-fp8", report=lambda text: None)
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    skipped = {"modules_to_not_convert": settings["modules_to_not_convert"]}
+    dequantize = transformers.FineGrainedFP8Config(dequantize=True, **skipped)
+    ids, found = torch.randint(0, 64, (2, 50), device="cuda"), []
+    for options in ({}, {"quantization_config": dequantize}):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", experts_implementation="fp8moe", dtype=torch.bfloat16, **options
+        ).cuda()
+        kinds = {type(m).__name__ for m in model.modules()}
+        assert ("FP8Experts" in kinds) == (not options)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss.detach(), model.model.embed_tokens.weight.grad.float()))
+    for actual, wanted in zip(*found, strict=True):
+        assert (actual - wanted).norm() <= 2**-7 * wanted.norm()  # of sums in bfloat16, in torch's order
+
+
 def test_an_interrupted_conversion_is_resumed(tmp_path, monkeypatch, capsys):
     """Finished files are kept, one that is not has another name, and nothing says that OUT is complete."""
     source, target = save(tmp_path / "in", plain(generator()), shards=3), tmp_path / "out"

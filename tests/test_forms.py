@@ -150,6 +150,31 @@ def test_one_scale_per_expert_or_for_all(backend, monkeypatch):
         check_orientations(backend.download(w), np.concatenate(halves, axis=1))
 
 
+@everywhere
+def test_arrays_that_are_shared(backend, monkeypatch):
+    """If asked for, where they are as the record has them: gate and up stacked, or one array; never copies
+    of other arrays, and never without being asked."""
+    rng = generator()
+    codes, scales = codes_of(rng, 2, 256, 160), scales_of(rng, "float32", 2, 2, 2)
+    backend.start(monkeypatch)
+    given = backend.upload(codes), backend.upload(scales)
+    for parts in (1, 2):
+        w = fp8moe.from_block_fp8(*given, parts=parts, share=True)
+        assert w.rowwise.data is given[0]
+        assert w.rowwise.scales is given[1]
+        check_orientations(backend.download(w), values_of(codes, scales))
+    alone = fp8moe.from_block_fp8(*given, columnwise=False, share=True)
+    assert (alone.rowwise.data is given[0], alone.columnwise) == (True, None)
+    assert fp8moe.from_block_fp8(*given).rowwise.data is not given[0]
+    for options in ({"columns": 256}, {"rows": 384}):
+        filled = fp8moe.from_block_fp8(*given, share=True, **options)
+        size = options.get("rows", 256), options.get("columns", 160)
+        check_orientations(backend.download(filled), padded(values_of(codes, scales), *size))
+    narrow = scales.astype(BF16)
+    w = fp8moe.from_block_fp8(given[0], backend.upload(narrow), share=True)
+    check_orientations(backend.download(w), values_of(codes, narrow))
+
+
 sizes = st.tuples(st.integers(1, 3), st.integers(1, 300), st.integers(1, 300))
 
 

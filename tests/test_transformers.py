@@ -16,6 +16,7 @@ from grad_sums import check_added
 transformers = pytest.importorskip("transformers", minversion="5.23")
 warnings.filterwarnings("ignore", module="transformers")
 
+import fp8moe.torch  # noqa: E402
 from fp8moe import Activation  # noqa: E402
 from fp8moe.adapters import transformers as adapter  # noqa: E402
 
@@ -428,16 +429,17 @@ def test_the_how_to_names_all_models_that_ignore_it():
     assert re.findall(r"`(\w+)`", listed) == types_without_the_interface()
 
 
-def test_experts_of_an_fp8_checkpoint_are_refused_by_name():
+def test_experts_of_an_fp8_checkpoint_are_refused_by_name_in_bf16():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     config = transformers.FineGrainedFP8Config()
     for name, default in (("scale_fmt", "float"), ("expert_dtype", "fp8")):  # which the loader sets
         setattr(config, name, getattr(config, name, default))
-    model = model_of("mixtral", FP8)
+    model = model_of("mixtral", BF16)
     replace_with_fp8_linear(model, ["lm_head"], config, True)
     experts = next(m for m in model.modules() if type(m).__name__ == "FP8Experts")
-    with pytest.raises(NotImplementedError, match=r"FP8Experts: .*FineGrainedFP8Config\(dequantize=True\)"):
+    message = r"FP8Experts: .* recipe 'bf16'; .*FineGrainedFP8Config\(dequantize=True\)"
+    with pytest.raises(NotImplementedError, match=message):
         experts(torch.randn(T, 4096), torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))
 
 
@@ -637,3 +639,101 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+# ---------------------------------------------------------------- experts in FP8, as checkpoints store them
+
+
+def fp8_experts(ffn, scale_fmt="float", **changed):
+    """transformers' FP8Experts as `from_pretrained` makes them on a GPU, and experts with their values."""
+    from transformers.integrations import finegrained_fp8 as fp8
+    from transformers.integrations.moe import use_experts_implementation
+
+    kind = use_experts_implementation(
+        experts_class=type("FP8Experts", (fp8.FP8Experts,), {}),
+        experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS,
+    )
+    config = Config(moe_intermediate_size=ffn, swiglu_limit=None, swiglu_alpha=None, hidden_act="silu")
+    config.hidden_activation, config.mlp_gate_softcap = "silu", None
+    config._experts_implementation = FP8
+    experts = kind(config, **{"block_size": (128, 128), "scale_fmt": scale_fmt, **changed})
+    values = experts_of(*QWEN, moe_intermediate_size=ffn).bfloat16()
+    tiles = -(-ffn // 128)
+    for name, halves in (("gate_up_proj", 2), ("down_proj", 1)):
+        codes = torch.randn(getattr(experts, name).shape).to(torch.float8_e4m3fn)
+        rows = (halves, tiles) if halves == 2 else (1, -(-H // 128))
+        scales = torch.rand(E, *rows, 1 if halves == 2 else tiles) + 0.2
+        if scale_fmt == "ue8m0":
+            scales = scales.to(torch.float8_e8m0fnu)
+        wide = codes.float().unflatten(1, (halves, -1))
+        factors = scales.float().repeat_interleave(128, 2)[:, :, : wide.shape[2]]
+        factors = factors.repeat_interleave(128, 3)[..., : wide.shape[3]]
+        getattr(values, name).data = (wide * factors).flatten(1, 2)
+        getattr(experts, name).data = codes
+        getattr(experts, f"{name}_scale_inv").data = scales.flatten(1, 2)
+    return experts, values
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize("ffn", [128, 96])
+def test_experts_in_fp8_are_multiplied_as_they_are(ffn, scale_fmt):
+    """Gradients of x and of the probabilities, as those of dequantised weights; the weights are frozen."""
+    experts, values = fp8_experts(ffn, scale_fmt)
+    x, ids, probs, dy = routed(torch.bfloat16)
+    found = []
+    for module, name in ((experts, FP8), (values.float(), BF16)):
+        module.config._experts_implementation = name
+        rows = x.clone().to(torch.float32 if name == BF16 else x.dtype).requires_grad_()
+        weights = probs.clone().requires_grad_()
+        y = module(rows, ids, weights)
+        y.backward(dy.to(y.dtype))
+        found.append((y.detach(), rows.grad, weights.grad))
+    for actual, wanted in zip(*found, strict=True):
+        assert (actual - wanted).norm() <= FP8_NOISE * wanted.norm()
+    assert [p.grad for p in experts.parameters()] == [None] * 4
+    with fp8moe.torch.weights_unchanged(experts):
+        assert torch.equal(experts(x, ids, probs), found[0][0])
+    assert "FP8Experts" not in fp8moe.torch.model_report(experts)
+
+
+def test_experts_in_fp8_have_no_copies():
+    """The GEMMs read the parameters' memory, also that of other codes, loaded into it or put in its place."""
+    experts, _ = fp8_experts(128)
+    x, ids, probs, _ = routed(torch.bfloat16)
+    before = experts(x, ids, probs)
+    for w13, w2 in [adapter._records_of(experts)] * 2:
+        assert w13.rowwise.data.data_ptr() == experts.gate_up_proj.data_ptr()
+        assert w2.rowwise.scales.data_ptr() == experts.down_proj_scale_inv.data_ptr()
+        assert w13.columnwise is None
+    assert adapter._records_of(experts)[0] is w13
+    other, _ = fp8_experts(128)
+    wanted = other(x, ids, probs)
+    assert not torch.equal(before, wanted)
+    experts.load_state_dict(other.state_dict())
+    assert torch.equal(experts(x, ids, probs), wanted)
+    experts.down_proj = torch.nn.Parameter(-other.down_proj.float(), requires_grad=False)
+    experts.down_proj.data = experts.down_proj.data.to(torch.float8_e4m3fn)
+    assert torch.equal(experts(x, ids, probs), -wanted)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_size": (64, 64)}, r"block_size \(64, 64\)"),
+        ({"block_size": None}, "block_size None"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({"expert_dtype": "fp4"}, "weights of torch.int8 in a Tensor"),
+    ],
+)
+def test_other_experts_in_fp8_are_refused(changed, message):
+    from transformers.integrations import finegrained_fp8 as fp8
+
+    experts, _ = fp8_experts(128)
+    x, ids, probs, _ = routed(torch.bfloat16)
+    own = type(experts)
+    other = own(experts.config, **{"block_size": (128, 128), **changed})
+    assert isinstance(other, fp8.FP8Experts)
+    with pytest.raises(
+        NotImplementedError, match=rf"FP8Experts: got experts in FP8 with {message}; .*dequantize"
+    ):
+        other(x, ids, probs)

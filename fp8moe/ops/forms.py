@@ -30,6 +30,7 @@ def from_block_fp8(
     columns: int | None = None,
     transposed: bool = False,
     columnwise: bool = True,
+    share: bool = False,
 ) -> Quantized:
     """Take over weights in block FP8, as DeepSeek-V3, Qwen3-FP8 and others publish them, byte by byte.
 
@@ -54,12 +55,16 @@ def from_block_fp8(
         parts [E, ceil(K/128), parts, ceil(N/parts/128)].
     columnwise : bool
         Whether to make the transposed codes, too; see `quantize_weights`.
+    share : bool
+        Whether the row-wise codes and scales are the arrays themselves, which must not change while the
+        result is used, if they are as the result has them: uint8, [E, N, K], with float32 scales of tiles,
+        and nothing to fill up or to transpose. Otherwise, and for the transposed codes, memory is new.
 
     Returns
     -------
     Quantized
-        As `quantize_weights` returns it, in new memory, with the codes and scales that were given;
-        `to_block_fp8` gives them back.
+        As `quantize_weights` returns it, with the codes and scales that were given; `to_block_fp8` gives them
+        back.
 
     Raises
     ------
@@ -86,6 +91,7 @@ def from_block_fp8(
     ((2, 256, 160), [0.75, 0.0])
     """
     transposed, columnwise = checks.flag("transposed", transposed), checks.flag("columnwise", columnwise)
+    share = checks.flag("share", share)
     call, pieces, experts = _enter("codes", codes, "scale_inv", scale_inv)
     wanted = UINT8, FLOAT8_DTYPES["e4m3"]
     (height, width), of, each = _sizes(pieces, ("N", "K"), wanted, parts, "pass e4m3 codes, or their bytes")
@@ -106,12 +112,21 @@ def from_block_fp8(
                 sizes = sizes[0][::-1], sizes[1][::-1]
             strides = tiles[0] + i * tiles[1], *tiles[2:]
             moves.append((piece, strides, (*source, *sizes[0]), (piece.expert, *target, *sizes[1])))
-    out: Quantized = call.empty(parts_spec(ArraySpec((experts, height, columns), UINT8), "e4m3", columnwise))
+    spec: Any = parts_spec(ArraySpec((experts, height, columns), UINT8), "e4m3", columnwise)
+    given = pieces[0].array, pieces[0].scales
+    wanted = spec.rowwise.data, spec.rowwise.scales
+    same = all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(given, wanted, strict=True))
+    if share and same and not transposed:
+        rowwise, made = spec.rowwise.changed(data=given[0], scales=given[1]), spec.changed(rowwise=None)
+        out = call.empty(made)
+        result = Quantized(rowwise, out.columnwise)
+    else:
+        result = out = call.empty(spec)
     stored = Quantized(out.columnwise, out.rowwise) if transposed else out
     for piece, *places in moves:
         options = dict(zip(("strides", "source", "target"), places, strict=True))
         call.run("forms", "place_tiles", piece.stack(), _bytes(piece.scales), out=stored, **options)
-    return call.leave(out)  # type: ignore[no-any-return]
+    return call.leave(result)  # type: ignore[no-any-return]
 
 
 def from_mxfp4(
