@@ -16,6 +16,8 @@ from fp8moe.checkpoints import shards
 torch = pytest.importorskip("torch")
 files = pytest.importorskip("safetensors.torch")
 
+import fp8moe.torch  # noqa: E402
+
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 HIDDEN, FFN, EXPERTS = 160, 96, 3
 PREFIX = "model.layers.0.mlp.experts"
@@ -255,7 +257,7 @@ def test_bfloat16_to_mxfp8(tmp_path):
 @pytest.mark.parametrize("to", ["block-fp8", "mxfp8"])
 def test_transformers_loads_the_values_of_the_codes(tmp_path, to):
     """A model that transformers saved, expert by expert, and loads with its experts' values rounded, all
-    others as they were."""
+    others as they were. The codes are those that training multiplies by."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 16}
@@ -271,7 +273,23 @@ def test_transformers_loads_the_values_of_the_codes(tmp_path, to):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", quantization_config=dequantize, dtype=torch.bfloat16
     ).state_dict()
-    for name, wanted in model.state_dict().items():
+    state = model.state_dict()
+    if to == "block-fp8":
+        first, second = (state[f"{PREFIX}.{name}"] for name in ("gate_up_proj", "down_proj"))
+        w13, w2 = fp8moe.torch.quantize_fp8_weights(first, second)  # what the forward makes
+        (gate, up), scales = fp8moe.to_block_fp8(w13, parts=2, rows=128)
+        down, scales2 = fp8moe.to_block_fp8(w2, columns=128)
+        written = load(tmp_path / "out")[0]
+        for e in range(3):
+            for name, codes, factors in (
+                ("gate", gate, scales[0]),
+                ("up", up, scales[1]),
+                ("down", down, scales2),
+            ):
+                weight = written[f"{PREFIX}.{e}.{name}_proj.weight"]
+                np.testing.assert_array_equal(bits(weight), codes[e].numpy())
+                assert torch.equal(written[f"{PREFIX}.{e}.{name}_proj.weight_scale_inv"], factors[e])
+    for name, wanted in state.items():
         if ".experts." in name:
             wide = wanted.float().numpy()
             if to == "block-fp8":
@@ -411,6 +429,12 @@ REFUSED = {
         None,
         "bf16",
         "got I8 .* not known",
+    ),
+    "a form that is not known beside others": (
+        lambda rng: {**plain(rng), f"{PREFIX}.0.down_proj.weight_packed": torch.ones(4, 4)},
+        None,
+        "bf16",
+        r"weight_packed: got F32 \[4, 4\], in experts",
     ),
     "another method": (plain, {"quant_method": "gptq"}, "bf16", "quant_method 'gptq'"),
     "other blocks": (plain, {**BLOCK_FP8, "weight_block_size": [64, 64]}, "bf16", r"\[64, 64\]; wanted"),

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from backends import EVERYWHERE, only_on_cpu
+from backends import EVERYWHERE, only_on_cpu, over
 from cases import BF16, FP8_NOISE, generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -291,29 +291,37 @@ def uploaded(backend):
     return upload
 
 
-def test_the_layer_multiplies_by_published_weights():
-    """Gate and up of 96 rows: scales that are no powers of two, as dequantised weights in bfloat16."""
-    rng, experts, hidden, ffn = generator(), 3, 160, 96
-    values = {}
-    for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-        q = fp8moe.quantize(rng.standard_normal((experts, *shape), np.float32), block=(128, 128), pow2=False)
+@over("hidden", reference=[(160,)], on_gpu=[(256,)])
+def test_the_layer_multiplies_by_published_weights(backend, monkeypatch, hidden):
+    """Gate and up of 96 rows: scales that are no powers of two, as dequantised weights in bfloat16; an expert
+    that hardly exists, with scales of 1e-38, gives finite results."""
+    rng, experts, ffn = generator(), 3, 96
+    values = []
+    for shape in ((ffn, hidden), (ffn, hidden), (hidden, ffn)):
+        wide = rng.standard_normal((experts, *shape), np.float32)
+        q = fp8moe.quantize(wide, block=(128, 128), pow2=False)
         assert np.any(np.frexp(q.scales)[0] != 0.5)
-        values[name] = q
-    gate, up, down = values.values()
-    w13 = fp8moe.from_block_fp8((gate.data, up.data), (gate.scales, up.scales), rows=128)
-    w2 = fp8moe.from_block_fp8(down.data, down.scales, columns=128)
+        q.scales[0] = 1e-38
+        values.append(q)
     x, dy = (rng.standard_normal((40, hidden)).astype(BF16) for _ in range(2))
     ids = rng.integers(0, experts, (40, 2)).astype(np.int32)
     probs = rng.random((40, 2), np.float32)
-    wide = [fp8moe.dequantize(q) for q in (gate, up, down)]
-    dense = np.concatenate(wide[:2], axis=1), wide[2]
-    results = []
-    for weights, recipe, rows in (((w13, w2), "fp8_flow", x), (dense, "bf16", x.astype(np.float32))):
-        y, saved = fp8moe.moe_forward(rows, *weights, ids, probs, recipe=recipe, gradients=("dx", "dprobs"))
-        results.append((y, fp8moe.moe_backward(saved, dy.astype(y.dtype), gradients=("dx", "dprobs")).dx))
-    for a, b in zip(*results, strict=True):
+    gradients = {"gradients": ("dx", "dprobs")}
+    dense = [fp8moe.dequantize(q) for q in values]
+    dense = np.concatenate(dense[:2], axis=1), dense[2]
+    y, saved = fp8moe.moe_forward(x.astype(np.float32), *dense, ids, probs, recipe="bf16", **gradients)
+    wanted = y, fp8moe.moe_backward(saved, dy.astype(np.float32), **gradients).dx
+    backend.start(monkeypatch)
+    codes = [backend.upload(q.data) for q in values]
+    scales = [backend.upload(q.scales) for q in values]
+    w13 = fp8moe.from_block_fp8((codes[0], codes[1]), (scales[0], scales[1]), rows=128)
+    w2 = fp8moe.from_block_fp8(codes[2], scales[2], columns=128)
+    rows, *routing = map(backend.upload, (x, ids, probs))
+    y, saved = fp8moe.moe_forward(rows, w13, w2, *routing, recipe="fp8_flow", **gradients)
+    actual = y, fp8moe.moe_backward(saved, backend.upload(dy), **gradients).dx
+    for a, b in zip(map(backend.download, actual), wanted, strict=True):
         a, b = a.astype(np.float64), b.astype(np.float64)
-        assert np.linalg.norm(a - b) < FP8_NOISE * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) < FP8_NOISE * np.linalg.norm(b)  # finite, too
 
 
 CODES, TILES = np.zeros((2, 192, 160), np.uint8), np.ones((2, 2, 2), np.float32)

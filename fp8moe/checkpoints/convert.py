@@ -136,7 +136,9 @@ def convert(source: Path, target: Path, to: str, report: Callable[[str], None] =
                 writer.finish()
     for path in source.iterdir():
         if path.is_file() and path.suffix not in WEIGHTS and path.name not in (INDEX, "config.json"):
-            shutil.copyfile(path, target / path.name)
+            partial = target / f".{path.name}.partial"
+            shutil.copyfile(path, partial)
+            partial.replace(target / path.name)
     if (source / INDEX).exists():
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_text(target / INDEX, json.dumps(index, indent=2) + "\n")
@@ -155,6 +157,11 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: got no file; wanted the model's configuration")
     config = json.loads(path.read_text())
+    for name, part in config.items():
+        if isinstance(part, dict) and "quantization_config" in part:
+            raise ValueError(
+                f"{path}: got a quantization_config in {name}; wanted one of the whole model, or none"
+            )
     found: dict[str, Any] = config.get("quantization_config") or {}
     method, size = found.get("quant_method"), found.get("weight_block_size")
     if (method, size) not in ((None, None), ("fp8", [128, 128]), ("mxfp4", None)):
@@ -197,6 +204,13 @@ def _weights(every: dict[str, Tensor]) -> dict[str, Weight]:
             "IN: got no experts; wanted tensors named *.experts.0.down_proj.weight, *.experts.down_proj or "
             "*.experts.down_proj_blocks"
         )
+    scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
+    for name in every.keys() - weights.keys() - scales:
+        if ".experts." in name and len(every[name].shape) > 1 and not name.endswith("bias"):
+            raise ValueError(
+                f"{name}: got {every[name].dtype} {list(every[name].shape)}, in experts; wanted weights of a "
+                "form that is known, their scales, and biases"
+            )
     return weights
 
 

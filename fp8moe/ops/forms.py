@@ -64,7 +64,7 @@ def from_block_fp8(
     -------
     Quantized
         As `quantize_weights` returns it, with the codes and scales that were given; `to_block_fp8` gives them
-        back.
+        back, one scale of several tiles as one for each.
 
     Raises
     ------
