@@ -132,34 +132,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
     """
     import torch
 
-    inputs = part.inputs(device, *shape)
-    expected = part.oracle(inputs)
-    steps: list[tuple[Contender, Step, float]] = []
-    wrong = 0
-    for contender in part.contenders:
-        if contender.missing():
-            continue
-        if contender.cuda_only and device != "cuda":
-            print(f"  {contender.name:32} runs on CUDA only")
-            continue
-        start = time.perf_counter()
-        try:
-            step = contender.make(inputs)
-            results = contender.decode(step())
-            errors = [relative_error(*pair) for pair in zip(results, expected, strict=True)]
-        except Exception as error:  # others continue; failures of torch and of this library are counted
-            print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
-            wrong += not contender.needs
-            continue
-        worst = max(errors)
-        print(f"  {contender.name:32} first call {time.perf_counter() - start:.1f} s", flush=True)
-        if not worst <= contender.bound:
-            each = ", ".join(f"{name} {e:.1e}" for name, e in zip(part.outputs, errors, strict=True))
-            print(f"  {contender.name:32} WRONG RESULT, not timed: {each}; wanted {contender.bound:.1e}")
-            wrong += 1
-            continue
-        steps.append((contender, step, worst))
-    del expected
+    steps, wrong = checked_steps(part, shape, device)
     times = in_turn([step for _, step, _ in steps], device)
     device_name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
     flops = part.flops(*shape)
@@ -180,6 +153,43 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
         for (contender, _, error), seconds in zip(steps, times, strict=True)
     ]
     return rows, wrong
+
+
+def checked_steps(
+    part: Part, shape: tuple[int, ...], device: str
+) -> tuple[list[tuple[Contender, Step, float]], int]:
+    """The steps of every contender that runs on this device with correct results, with their errors, and the
+    number of wrong or failed ones."""
+    inputs = part.inputs(device, *shape)
+    expected = part.oracle(inputs)
+    steps: list[tuple[Contender, Step, float]] = []
+    wrong = 0
+    for contender in part.contenders:
+        if contender.missing():
+            continue
+        if contender.cuda_only and device != "cuda":
+            print(f"  {contender.name:32} runs on CUDA only")
+            continue
+        start = time.perf_counter()
+        try:
+            step = contender.make(inputs)
+            results = contender.decode(step())
+            pairs = [pair for pair in zip(results, expected, strict=True) if pair[0] is not None]
+            errors = [relative_error(*pair) for pair in pairs]
+        except Exception as error:  # others continue; failures of torch and of this library are counted
+            print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
+            wrong += not contender.needs
+            continue
+        worst = max(errors)
+        print(f"  {contender.name:32} first call {time.perf_counter() - start:.1f} s", flush=True)
+        if not worst <= contender.bound:
+            outputs = [name for name, result in zip(part.outputs, results, strict=True) if result is not None]
+            each = ", ".join(f"{name} {e:.1e}" for name, e in zip(outputs, errors, strict=True))
+            print(f"  {contender.name:32} WRONG RESULT, not timed: {each}; wanted {contender.bound:.1e}")
+            wrong += 1
+            continue
+        steps.append((contender, step, worst))
+    return steps, wrong
 
 
 def described(shape: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.contender import Contender, Part, Results, Step
+from benchmarks.contender import Contender, Part, Results, Step, TrainingStep
 from fp8moe.bench.harness import routing
 
 
@@ -73,17 +73,21 @@ def experts_in_float64(inputs: Experts) -> Results:
     return y, dx, dw13, dw2, dprobs
 
 
-def step_of(inputs: Experts, forward: Callable[..., Any]) -> Step:
+def step_of(inputs: Experts, forward: Callable[..., Any]) -> TrainingStep:
     """Forward and backward of ``forward(x, w13, w2, ids, probs)``."""
+    x, w13, w2, probs = inputs.leaves()
+    return by_autograd(lambda: forward(x, w13, w2, inputs.ids, probs), inputs.leaves(), inputs.dy)
+
+
+def by_autograd(forward: Callable[[], Any], leaves: Any, dy: Any) -> TrainingStep:
+    """Forward and backward of ``forward()``, with the gradients of ``leaves``."""
     import torch
 
-    x, w13, w2, probs = inputs.leaves()
-
     def step() -> Results:
-        y = forward(x, w13, w2, inputs.ids, probs)
-        return y.detach(), *torch.autograd.grad(y, inputs.leaves(), inputs.dy)
+        y = forward()
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
-    return step
+    return TrainingStep(forward, step)
 
 
 def by_fp8moe(recipe: Any) -> Callable[[Experts], Step]:
@@ -108,12 +112,15 @@ def by_arrays(recipe: str) -> Callable[[Experts], Step]:
             array_of(t) for t in (inputs.x, inputs.dy, inputs.w13, inputs.w2, inputs.ids, inputs.probs)
         )
 
+        def forward() -> Any:
+            return fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+
         def step() -> Results:
-            y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+            y, saved = forward()
             grads = fp8moe.moe_backward(saved, dy, dtype="bfloat16")  # as in torch
             return y, grads.dx, grads.dw13, grads.dw2, grads.dprobs
 
-        return step
+        return TrainingStep(forward, step)
 
     return make
 
@@ -218,25 +225,39 @@ def around(run: Callable[..., Any], align: int = 1) -> Callable[..., Any]:
     return forward
 
 
-def by_transformers(inputs: Experts) -> Step:
+def experts_of_transformers(w13: Any, w2: Any, implementation: str) -> Any:
+    """Qwen3-MoE's experts with these parameters, in one of transformers' implementations."""
     import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    count, hidden, ffn = inputs.w2.shape
-    options: dict[str, Any] = {"experts_implementation": "grouped_mm"}
-    options |= {"num_experts": count, "hidden_size": hidden, "moe_intermediate_size": ffn}
-    config = Qwen3MoeConfig(**options)
+    count, hidden, ffn = w2.shape
+    config = Qwen3MoeConfig(num_experts=count, hidden_size=hidden, moe_intermediate_size=ffn)
+    config._experts_implementation = implementation
     with torch.device("meta"):
         module: Any = Qwen3MoeExperts(config)
-    weights = torch.nn.Parameter(inputs.w13.detach()), torch.nn.Parameter(inputs.w2.detach())
-    module.gate_up_proj, module.down_proj = weights
+    module.gate_up_proj, module.down_proj = w13, w2
+    return module
 
-    def step() -> Results:
-        y = module(inputs.x, inputs.ids.long(), inputs.probs)
-        return y.detach(), *torch.autograd.grad(y, (inputs.x, *weights, inputs.probs), inputs.dy)
 
-    return step
+def by_transformers(recipe: Any = None) -> Callable[[Experts], Step]:
+    """transformers' own grouped GEMM, or with a recipe this library's implementation."""
+
+    def make(inputs: Experts) -> Step:
+        import torch
+
+        implementation = "grouped_mm"
+        if recipe is not None:
+            import fp8moe.transformers
+
+            implementation = f"fp8moe_{recipe}"
+            fp8moe.transformers.enable(recipe, name=implementation)
+        weights = [torch.nn.Parameter(w.detach()) for w in (inputs.w13, inputs.w2)]
+        module, ids = experts_of_transformers(*weights, implementation), inputs.ids.long()
+        leaves = inputs.x, *weights, inputs.probs
+        return by_autograd(lambda: module(inputs.x, ids, inputs.probs), leaves, inputs.dy)
+
+    return make
 
 
 def by_sonicmoe(inputs: Experts) -> Step:
@@ -300,11 +321,8 @@ def by_transformer_engine(fp8: bool) -> Callable[[Experts], Step]:
         forward = around(run, align=16 if fp8 else 1)
         leaves = inputs.x, *up.parameters(), *down.parameters(), inputs.probs
 
-        def step() -> Results:
-            y = forward(inputs.x, inputs.w13, inputs.w2, inputs.ids, inputs.probs)
-            return y.detach(), *torch.autograd.grad(y, leaves, inputs.dy)
-
-        return step
+        arguments = inputs.x, inputs.w13, inputs.w2, inputs.ids, inputs.probs
+        return by_autograd(lambda: forward(*arguments), leaves, inputs.dy)
 
     return make
 
@@ -343,7 +361,7 @@ LAYER = Part(
         Contender("torch grouped_mm compiled, bf16", by_compiled_torch, BFLOAT16, cuda_only=True),
         Contender(
             "transformers, bf16",
-            by_transformers,
+            by_transformers(),
             BFLOAT16,
             ("transformers",),
             "pip install 'fp8moe[transformers]'",

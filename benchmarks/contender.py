@@ -12,6 +12,17 @@ Step = Callable[[], Results]
 
 
 @dataclass(frozen=True)
+class TrainingStep:
+    """A `Step` of which the forward can be made alone, as in a training run, with what a backward needs."""
+
+    forward: Callable[[], Any]
+    whole: Step
+
+    def __call__(self) -> Results:
+        return self.whole()
+
+
+@dataclass(frozen=True)
 class Contender:
     """One library's implementation of a part's work.
 
@@ -19,7 +30,7 @@ class Contender:
         if this machine cannot run it.
     needs: modules that it imports. install: command that installs them.
     bound: largest relative error (of norms) of a correct result. decode: converts the results of a step to
-        the oracle's form; not timed.
+        the oracle's form, with None for one that it does not have; not timed.
     """
 
     name: str

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.compare_layer import around, experts_by, torch_product
+from benchmarks.compare_layer import around, experts_by, experts_of_transformers, torch_product
 from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
 from fp8moe.torch import FP8FlowMoE, moe_experts, weights_unchanged
@@ -123,16 +123,8 @@ class Weights:
             import fp8moe.transformers
         except ImportError:
             return None
-        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
         fp8moe.transformers.enable("fp8_flow", name="fp8moe_flow")
-        hidden, ffn, experts, _ = self.sizes
-        config = Qwen3MoeConfig(num_experts=experts, hidden_size=hidden, moe_intermediate_size=ffn)
-        config._experts_implementation = "fp8moe_flow"
-        with torch.device("meta"):
-            module: torch.nn.Module = Qwen3MoeExperts(config)
-        module.gate_up_proj, module.down_proj = self.layer.w13, self.layer.w2
+        module: torch.nn.Module = experts_of_transformers(self.layer.w13, self.layer.w2, "fp8moe_flow")
         return module
 
     def measure(self, model: str, tokens: int) -> list[dict[str, Any]]:

@@ -269,14 +269,18 @@ def _inside(rows: Rows) -> str:
 
 
 def _host(rows: Rows) -> str:
+    on_device = any(r.get("graph_us") for r in rows)  # not of earlier commits
     lines = [
         _origin(rows[0]),
         "",
-        "| call | shape | sustained | single call |",
-        "|---|---|---:|---:|",
+        "| call | shape | sustained | single call |" + " device, in a CUDA graph |" * on_device,
+        "|---|---|---:|---:|" + "---:|" * on_device,
     ]
     for r in rows:
-        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['host_us'])} | {_time(r['first_us'])} |")
+        device = f" {_time(r['graph_us']) if r.get('graph_us') else ''} |" * on_device
+        lines.append(
+            f"| {r['name']} | {r['shape']} | {_time(r['host_us'])} | {_time(r['first_us'])} |{device}"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from benchmarks import compare, compare_layer, compare_operations
+from benchmarks import compare, compare_layer, compare_operations, host
 from benchmarks.contender import Contender
 from fp8moe.bench.harness import routing
 
@@ -95,6 +95,24 @@ def test_failures_are_reported_and_the_others_continue(small, capsys):
     text = capsys.readouterr().out
     assert "does not run here: RuntimeError: needs another GPU\n" in text
     assert " ms " in text  # contenders after a failed one are still timed
+
+
+def test_host_time_is_measured_through_every_framework(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert host.main(["--device", "cpu", "--quick", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    names = {row["name"] for row in rows}
+    assert len(names) == len(rows)
+    forms = [c for c in host.PART["contenders"] if not (c.cuda_only or c.missing())]
+    for form in forms:
+        assert {f"{form.name}: forward", f"{form.name}: forward and backward"} <= names
+    assert {form.name for form in forms} >= {"torch grouped_mm, bf16", "fp8moe, fp8_flow"}
+    assert {"quantize 1x128", "permute+pad bf16, forward and backward", "grouped_gemm fp8"} <= names
+    for row in rows:
+        assert row["topic"] == "host"
+        assert min(row["host_us"], row["first_us"]) > 0
+        assert row["graph_us"] is None  # there is no device
+    assert {c.name for c in host.PART["contenders"]} >= {*host.PEERS}  # as `compare` names them
 
 
 def held_to_float64(contender, part, shape=SHAPE):
