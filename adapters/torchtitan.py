@@ -69,7 +69,7 @@ class FP8RoutedExperts(RoutedExperts):
     Parameters
     ----------
     config : FP8RoutedExperts.Config
-        Fields of `RoutedExperts.Config`; ``recipe``, ``recompute``, ``backend``, ``num_sms`` and
+        Fields of `RoutedExperts.Config`; ``recipe``, ``recompute``, ``save``, ``backend``, ``num_sms`` and
         ``weight_copies`` as in `fp8moe.torch.moe_experts`; ``gather_fp8``, whether ``fully_shard`` gathers
         the weights as FP8 codes, as by `fp8moe.torch.gather_fp8`.
 
@@ -276,7 +276,7 @@ class FP8MoEConverter(QuantizationConverter):
     Parameters
     ----------
     config : FP8MoEConverter.Config
-        ``recipe``, ``recompute``, ``backend``, ``num_sms`` and ``weight_copies`` as in
+        ``recipe``, ``recompute``, ``save``, ``backend``, ``num_sms`` and ``weight_copies`` as in
         `fp8moe.torch.moe_experts`, and ``gather_fp8`` as in `FP8RoutedExperts`.
 
     Examples

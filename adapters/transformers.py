@@ -84,13 +84,13 @@ def enable(
         Name for ``experts_implementation``, and for ``DistributedConfig(ep_implementation=...)``, the expert
         parallelism, which sends rows in FP8. Use a different name for each recipe in a process; registering a
         name again replaces its implementation.
-    **options : recompute, backend, num_sms, weight_copies
+    **options : recompute, save, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`.
 
     Raises
     ------
     ValueError
-        For an invalid recipe, recompute, backend, num_sms or weight_copies, or a name of another
+        For an invalid recipe, recompute, save, backend, num_sms or weight_copies, or a name of another
         implementation.
 
     Examples

@@ -44,10 +44,10 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
 }
 
 // dh [rows, HALVES * width] and dprobs [rows], summed in float64 in a fixed order. One thread block of 256
-// per row.
-extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 kind, const void* probs,
-                                           i64 probs_kind, const int* last, i64 clamp_bits, i64 alpha_bits,
-                                           i64 offset_bits, i64 width, i64 out_kind, void* dh,
+// per row. grad is float64 where h is.
+extern "C" __global__ void swiglu_backward(const void* grad, i64 grad_kind, const void* h, i64 kind,
+                                           const void* probs, i64 probs_kind, const int* last, i64 clamp_bits,
+                                           i64 alpha_bits, i64 offset_bits, i64 width, i64 out_kind, void* dh,
                                            i64 dprobs_kind, void* dprobs) {
   pdl_wait();
   const WideActivation act(clamp_bits, alpha_bits, offset_bits);
@@ -76,7 +76,7 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
       const float b = HALVES == 2 ? load(h, at + width, (int)kind) : 1.f;
       const Element e =
           element(load(h, at, (int)kind), b, (float)act.clamp, (float)act.alpha, (float)act.offset);
-      float scaled = load(grad, row * width + i, (int)kind);
+      float scaled = load(grad, row * width + i, (int)grad_kind);
       const float g = e.a * e.s;
       sum += (double)(scaled * g * e.b);
       if (probs) scaled *= load(probs, row, (int)probs_kind);
@@ -98,8 +98,10 @@ __device__ __forceinline__ void store_products(void* to, i64 vector, const float
   store_eight<TO>(to, vector, products);
 }
 
-// y = a * sigmoid(alpha a) * b, zeros past *last. put(y, z, prob, at, whole) receives a lane's sixteen
-// values, vectors `at` and `at` + lanes_of(MX) of the result (valid if `whole`), and the row's probability.
+// y = a * sigmoid(alpha a) * b, zeros past *last. put(y, z, prob, at, whole, a, b, from) receives a lane's
+// sixteen values, vectors `at` and `at` + lanes_of(MX) of the result (valid if `whole`), the row's
+// probability, and what they were computed of: a is vectors `from` and `from` + lanes_of(MX) of h, b those
+// `vectors` later.
 template <class Put>
 __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i64 probs_kind,
                                              const int* last, Activation act, i64 rows, u32 vectors,
@@ -109,12 +111,12 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
   const i64 at = vector_of(first, lane, MX);
   const bool whole = at + lanes < rows * vectors;
   const i64 row = at <= 0xffffffffll ? (u32)at / vectors : at / vectors;
+  const i64 from = at + (HALVES - 1) * row * vectors;
+  Eight<KIND> a[2] = {}, b[2] = {};
   float y[2][8], prob = 1.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
   if (whole && (!last || row < *last)) {
-    const i64 from = at + (HALVES - 1) * row * vectors;
-    Eight<KIND> a[2], b[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       a[u] = load_eight<KIND>(h, from + u * lanes);
@@ -131,8 +133,10 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
     }
   }
-  put(y[0], y[1], prob, at, whole);
+  put(y[0], y[1], prob, at, whole, a, b, from);
 }
+
+typedef const Eight<KIND> (&Loaded)[2];
 
 // y, quantised row-wise by blocks of 128 (mx: 32); zeros past *last.
 // Arguments: h [rows, 2 width] = (a | b), or [rows, width] without a gate; codes [rows, width], scales [rows,
@@ -147,11 +151,35 @@ extern "C" __global__ void __launch_bounds__(64)
   pdl_wait();
   const Rule rule = {FMT, 1, MX, 0.f};
   forward_rows(h, probs, probs_kind, last, {clamp, alpha, offset}, rows, (u32)vectors,
-               [&](float* y, float* z, float prob, i64 at, bool whole) {
+               [&](float* y, float* z, float prob, i64 at, bool whole, Loaded, Loaded, i64) {
                  const u32 scale = write_products(y, z, prob, rule, at, whole, codes);
                  if (whole) store_block_scale(scales, at, scale, MX);
                });
 }
+
+#if !MX
+// The same with h itself quantised to e4m3 by blocks of 128 of each half: h_codes [rows, HALVES width],
+// h_scales [rows, HALVES width / 128], zeros past *last. Traffic: as above, and the codes of h.
+extern "C" __global__ void __launch_bounds__(64)
+    swiglu_quantize_rows_and_h(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
+                               float alpha, float offset, i64 rows, i64 vectors, u8* codes, void* scales,
+                               u8* h_codes, void* h_scales) {
+  pdl_wait();
+  const Rule rule = {FMT, 1, MX, 0.f}, of_h = {0, 1, 0, 0.f};
+  forward_rows(h, probs, probs_kind, last, {clamp, alpha, offset}, rows, (u32)vectors,
+               [&](float* y, float* z, float prob, i64 at, bool whole, Loaded a, Loaded b, i64 from) {
+                 const u32 scale = write_products(y, z, prob, rule, at, whole, codes);
+                 if (whole) store_block_scale(scales, at, scale, MX);
+#pragma unroll
+                 for (int half = 0; half < HALVES; ++half, from += vectors) {
+                   floats(half ? b[0] : a[0], y);
+                   floats(half ? b[1] : a[1], z);
+                   const u32 scale_of_h = write_products(y, z, 1.f, of_h, from, whole, h_codes);
+                   if (whole) store_block_scale(h_scales, from, scale_of_h, 0);
+                 }
+               });
+}
+#endif
 
 // The same without quantisation: y [rows, width] of the dtype of h; width a multiple of 128.
 extern "C" __global__ void __launch_bounds__(64)
@@ -159,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(64)
                 i64 rows, i64 vectors, void* y) {
   pdl_wait();
   forward_rows(h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, (u32)vectors,
-               [&](const float* v, const float* w, float prob, i64 at, bool whole) {
+               [&](const float* v, const float* w, float prob, i64 at, bool whole, Loaded, Loaded, i64) {
                  if (!whole) return;
                  store_products<KIND>(y, at, v, prob);
                  store_products<KIND>(y, at + lanes_of(MX), w, prob);
@@ -195,7 +223,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
         up[u] = load_eight<KIND>(grad, row * vectors + at + u * lanes);
       }
 #pragma unroll
-      for (int u = 0; u < 2; ++u) sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
+      for (int u = 0; u < 2; ++u) sum += (double)eight_gradients(a[u], b[u], up[u], act, da[u], db[u]);
     }
     if (first + 64 >= vectors) pdl_launch_dependents();
 #pragma unroll

@@ -183,6 +183,19 @@ __device__ __forceinline__ void gates(Gates& g, Activation act, bool far = false
   }
 }
 
+// Eight values as e4m3 codes, and the scale of their block.
+struct Coded {
+  uint2 codes;
+  float scale;
+};
+__device__ __forceinline__ void floats(const Coded& v, float* x) {
+  u32 pairs[4];  // f16
+  decode4(v.codes.x, 0, pairs, pairs + 1);
+  decode4(v.codes.y, 0, pairs + 2, pairs + 3);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = f16_to_float((u16)(pairs[i / 2] >> (16 * (i & 1)))) * v.scale;
+}
+
 // Whether the sigmoid's range is tested by pairs of 16-bit values: 9 instructions for sixteen instead of 16.
 template <int FROM>
 constexpr bool BY_PAIRS = FROM != F32 && BARE && ACT == SILU;
@@ -204,15 +217,15 @@ __device__ __forceinline__ bool any_far(const Eight<FROM>& a, const Eight<FROM>&
 // Gradients of eight elements with respect to a and b of h, before the multiplication by the row's
 // probability. Returns their contribution to the probability's gradient. up: gradients of y. far: see gates.
 // y: the forward's values before the same multiplication, or null.
-template <int FROM, bool TESTED = false>
-__device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eight<FROM>& b,
-                                                 const Eight<FROM>& up, Activation act, float* da, float* db,
-                                                 bool far = false, float* y = 0) {
+template <bool TESTED = false, class Values, int FROM>
+__device__ __forceinline__ float eight_gradients(const Values& a, const Values& b, const Eight<FROM>& up,
+                                                 Activation act, float* da, float* db, bool far = false,
+                                                 float* y = 0) {
   Gates g;
   float grads[8], part = 0.f;
-  floats<FROM>(a, g.a);
-  if (HALVES == 2) floats<FROM>(b, g.b);
-  floats<FROM>(up, grads);
+  floats(a, g.a);
+  if (HALVES == 2) floats(b, g.b);
+  floats(up, grads);
   gates<TESTED>(g, act, far);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

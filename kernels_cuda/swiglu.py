@@ -13,6 +13,7 @@ from fp8moe.activation import Activation
 from fp8moe.kernels_cuda.bias import chunk_sums
 from fp8moe.kernels_cuda.quantize import (
     TILE,
+    dequantize,
     quantize,
     rows_are_whole,
     tile_bytes,
@@ -63,14 +64,25 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
 
 
 def swiglu_quantize(
-    h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: QuantTensor | Quantized
+    h: Any,
+    probs: Any,
+    *,
+    activation: Activation,
+    expert_offsets: Any,
+    codes_of_h: QuantTensor | None = None,
+    out: QuantTensor | Quantized,
 ) -> None:
     rows, width = h.shape[0], activation.width(h.shape[1])
-    if isinstance(out, QuantTensor) and rows_are_whole(h, width, out):
+    by_rows = isinstance(out, QuantTensor) and rows_are_whole(h, width, out)
+    in_one_pass = codes_of_h is not None and by_rows and rows_are_whole(h, width, codes_of_h)
+    if codes_of_h is not None and not in_one_pass:
+        quantize(h, round_up=True, eps=0.0, out=codes_of_h)
+    if isinstance(out, QuantTensor) and by_rows:
         vectors = width // 8
+        of_h = () if codes_of_h is None or not in_one_pass else (codes_of_h.data, codes_of_h.scales)
         launch(
             "swiglu",
-            "swiglu_quantize_rows",
+            "swiglu_quantize_rows_and_h" if of_h else "swiglu_quantize_rows",
             *rows_configuration(h.shape[0], vectors).grid,
             h,
             *_probs(probs),
@@ -80,6 +92,7 @@ def swiglu_quantize(
             vectors,
             out.data,
             out.scales,
+            *of_h,
             defines=_variant(h, activation, out),
         )
         return
@@ -147,13 +160,18 @@ def swiglu_quantize_backward(
     if _in_tiles(grad, h, y, out.dh):
         _quantize_backward_tiles(grad, h, probs, activation, expert_offsets, sums, y, out)
         return
+    if isinstance(h, QuantTensor):
+        values = scratch(h.shape, np.float32)
+        dequantize(h, out=values)
+        h = values
     if y is not None:
         _transposed_y(h, probs, activation, expert_offsets, y)
     if sums is not None:
         dh = scratch(h.shape, np.float32)
         _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh, dprobs=None))
         chunk_sums(dh, expert_offsets, out=sums)
-    if isinstance(out.dh, QuantTensor) and rows_are_whole(h, grad.shape[1], out.dh) and grad.ptr % 16 == 0:
+    same = h.dtype == grad.dtype and grad.ptr % 16 == 0
+    if isinstance(out.dh, QuantTensor) and rows_are_whole(h, grad.shape[1], out.dh) and same:
         launch(
             "swiglu",
             "swiglu_quantize_backward_rows",
@@ -206,9 +224,12 @@ def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any
 
 def _in_tiles(grad: Any, h: Any, y: QuantTensor | None, dh: Any) -> bool:
     """Whether the backward of 128 x 128 tiles writes these results."""
-    if not _is_transposed(dh) and (y is None or not isinstance(dh, QuantTensor)):
+    coded = isinstance(h, QuantTensor)
+    if not _is_transposed(dh) and not (isinstance(dh, QuantTensor) and (coded or y is not None)):
         return False
-    return _by_blocks(h, grad.shape[1], grad, *_results(dh)[::2], None if y is None else y.data)
+    return _by_blocks(
+        h.data if coded else h, grad.shape[1], grad, *_results(dh)[::2], None if y is None else y.data
+    )
 
 
 def _quantize_backward_tiles(
@@ -225,13 +246,14 @@ def _quantize_backward_tiles(
     tiles = width // TILE
     partial = None if out.dprobs is None else scratch((tiles, rows), np.float64)
     first = out.dh.rowwise if isinstance(out.dh, Quantized) else out.dh
-    defines = _variant(h, activation, first)
+    defines = _variant(grad, activation, first)
+    coded = isinstance(h, QuantTensor)
     launch(
         "swiglu_transpose",
         "swiglu_quantize_backward_transpose",
         *transposed_configuration(rows, width).grid,
         grad,
-        h,
+        *((h.data, h.scales) if coded else (h, None)),
         *_probs(probs),
         *with_experts(offsets),
         *_constants(activation),
@@ -242,7 +264,7 @@ def _quantize_backward_tiles(
         partial,
         sums,
         shared=(activation.columns(1) + (y is not None)) * _bytes_of_tile(first.fmt),
-        defines=defines if sums is None else (*defines, "SUMS=1"),
+        defines=(*defines, *(("CODED=1",) if coded else ()), *(("SUMS=1",) if sums is not None else ())),
     )
     if partial is not None:
         arguments = (partial, tiles, rows, out.dprobs)
@@ -307,6 +329,7 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
         rows,
         256,
         grad,
+        KINDS[grad.dtype],
         h,
         KINDS[h.dtype],
         *_probs(probs),

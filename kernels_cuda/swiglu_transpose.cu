@@ -10,6 +10,9 @@
 #ifndef SUMS
 #define SUMS 0  // 1: the backward also sums the columns of each tile of dh, before quantisation
 #endif
+#ifndef CODED
+#define CODED 0  // 1: the backward's h is e4m3 codes with scales of blocks of 128
+#endif
 #define TILE_TARGET 1  // one scale per tile
 #include "swiglu.cuh"
 #include "transpose_tile.cuh"
@@ -50,9 +53,9 @@ struct Share {
   // Offset of the codes of vector j in `Made`; the next row's are TILE bytes after them. Those of vector j +
   // 8 differ in the bit of 64.
   __device__ __forceinline__ u32 codes_at() const { return place_of(inside, j / 2) + j % 2 * 8; }
-  // Address of vector j of the tile in the lane's first row. pitch: bytes per row.
-  __device__ __forceinline__ const u8* values_of(const void* x, u32 pitch) const {
-    return kept((const u8*)x + (u64)row * pitch + (column * 16 + j) * BYTES);
+  // Address of vector j of the tile in the lane's first row. pitch: bytes per row; bytes: of a vector.
+  __device__ __forceinline__ const u8* values_of(const void* x, u32 pitch, u32 bytes = BYTES) const {
+    return kept((const u8*)x + (u64)row * pitch + (column * 16 + j) * bytes);
   }
 };
 
@@ -79,11 +82,38 @@ struct Written {
 __device__ __forceinline__ float load_probs(const void* probs, i64 kind, const Share& own) {
   return probs ? load(probs, own.row + own.j % STEPS, (int)kind) : 1.f;
 }
+// The scales of a lane's rows of h: lanes 0 to 3 of eight read those of a, the others those of b.
+__device__ __forceinline__ float load_scales(const float* scales, const Share& own) {
+  const u32 half = HALVES == 2 ? own.j / STEPS : 0;
+  return scales[(u64)(own.row + own.j % STEPS) * (HALVES * own.across) + half * own.across + own.column];
+}
+// What lane `step` of eight has read.
 __device__ __forceinline__ float prob_of_step(float of_lanes, u32 step) {
   return __shfl_sync(ALL_LANES, of_lanes, step, 8);
 }
 
-// Whether any lane has a value outside of quick_sigmoid's range, for BY_PAIRS.
+// A lane's vectors of h in the backward.
+template <bool>
+struct ValuesOf {
+  typedef Eight<KIND> Type;
+  static __device__ __forceinline__ Type load(const u8* p, i64 vector, float) {
+    return load_eight<KIND>(p, vector);
+  }
+};
+template <>
+struct ValuesOf<true> {
+  typedef Coded Type;
+  static __device__ __forceinline__ Type load(const u8* p, i64 vector, float scale) {
+    return {((const uint2*)p)[vector], scale};
+  }
+};
+typedef ValuesOf<CODED> OfH;
+
+// Whether any lane has a value outside of quick_sigmoid's range, where it is tested by pairs.
+template <class Values>
+__device__ __forceinline__ bool far_anywhere(const Values&) {
+  return false;
+}
 __device__ __forceinline__ bool far_anywhere(const Eight<KIND> (&a)[2]) {
   return BY_PAIRS<KIND> && __any_sync(ALL_LANES, any_far<KIND>(a[0], a[1]));
 }
@@ -306,15 +336,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
   write_tiles<1>(made, own, owned, to);
 }
 
-// Blocks per multiprocessor: as many as leave enough registers. With three, 8 to 40 bytes were spilled by
-// GELU by tanh, for float16 and, on other architectures than sm_90a, with clamp or offset.
-#define SPILLS_WITH_THREE (GATED && (ACT == GELU_TANH || KIND == F16 || (!BARE && __CUDA_ARCH__ != 900)))
+// Blocks per multiprocessor: as many as leave enough registers. With three, these spilled 8 to 40 bytes.
+#define SPILLS_WITH_THREE \
+  (GATED &&               \
+   (ACT == GELU_TANH || KIND == F16 || (CODED ? !BARE || ACT == GELU : !BARE && __CUDA_ARCH__ != 900)))
 #define BACKWARD_BLOCKS \
   (KIND == F32 || SUMS || SPILLS_WITH_THREE ? 2 : !GATED && KIND == BF16 && BARE && ACT == SILU ? 4 : 3)
 
 // The same for dh [rows, HALVES width], one tile of each half per thread block; partial [width / 128, rows]
 // float64: each tile's contribution to dprobs, or null; with SUMS, sums [rows / 128, HALVES width] of the
-// float32 values of each tile's rows, unless no expert owns them. Traffic: grad and h are read once, both
+// float32 values of each tile's rows, unless no expert owns them; with CODED, h is codes with h_scales [rows,
+// HALVES width / 128]. Traffic: grad and h are read once, both
 // codes are written once, plus 8 bytes per row and tile. y_codes [width, rows], y_scales [width / 128, rows /
 // 128], or null: the transposed codes that the forward's y would have, of the same read of h; with them codes
 // and scales may be null.
@@ -327,11 +359,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 //   row-wise kernel followed by the transpose took 358 where this one took 314.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
-    swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
-                                       const int* offsets, i64 experts, float clamp, float alpha,
-                                       float offset, i64 rows, i64 width, u8* row_codes, float* row_scales,
-                                       u8* codes, float* scales, u8* y_codes, float* y_scales,
-                                       double* partial, float* sums) {
+    swiglu_quantize_backward_transpose(const void* grad, const void* h, const float* h_scales,
+                                       const void* probs, i64 probs_kind, const int* offsets, i64 experts,
+                                       float clamp, float alpha, float offset, i64 rows, i64 width,
+                                       u8* row_codes, float* row_scales, u8* codes, float* scales,
+                                       u8* y_codes, float* y_scales, double* partial, float* sums) {
   pdl_wait();
   DYNAMIC_SHARED(shared);
   Made* const made = (Made*)shared;
@@ -341,8 +373,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
   const Written of_y = {(u32)rows, own.across, 0, 0, y_codes, y_scales};
   const int first = (int)(own.tile_row * TILE);
   const float probs_of_lanes = load_probs(probs, probs_kind, own);
-  const u32 up_pitch = (u32)width / 8 * BYTES, pitch = HALVES * up_pitch;
-  const u8 *a_at = own.values_of(h, pitch), *b_at = kept(a_at + up_pitch);
+  const u32 up_pitch = (u32)width / 8 * BYTES, half = CODED ? (u32)width : up_pitch, pitch = HALVES * half;
+  const u8 *a_at = own.values_of(h, pitch, CODED ? 8 : BYTES), *b_at = kept(a_at + half);
+  const float scales_of_lanes = CODED ? load_scales(h_scales, own) : 1.f;
   const u8* up_at = own.values_of(grad, up_pitch);
   const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
   float own_scale = 0.f, scale_of_y = 0.f;
@@ -356,11 +389,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
   }
 #pragma unroll 1
   for (u32 step = 0; step < STEPS; ++step) {
-    Eight<KIND> a[2], b[2], up[2];
+    OfH::Type a[2], b[2];
+    Eight<KIND> up[2];
+    const float of_a = CODED ? prob_of_step(scales_of_lanes, step) : 1.f;
+    const float of_b = CODED ? prob_of_step(scales_of_lanes, step + STEPS) : 1.f;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
-      if (HALVES == 2) b[u] = load_eight<KIND>(b_at + (u64)step * pitch, 8 * u);
+      a[u] = OfH::load(a_at + (u64)step * pitch, 8 * u, of_a);
+      if (HALVES == 2) b[u] = OfH::load(b_at + (u64)step * pitch, 8 * u, of_b);
       up[u] = load_eight<KIND>(up_at + (u64)step * up_pitch, 8 * u);
     }
     const float prob = prob_of_step(probs_of_lanes, step);
@@ -368,8 +404,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
     float d[2][16], y[1][16], parts[2];  // d: da, db
 #pragma unroll
     for (int u = 0; u < 2; ++u)
-      parts[u] = eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u,
-                                                       far, y[0] + 8 * u);
+      parts[u] = eight_gradients < BY_PAIRS<KIND> &&
+                 !CODED > (a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far, y[0] + 8 * u);
     if (y_codes) {
       const float scale = make_blocks<1>(y, prob, own.j, codes_at + HALVES * sizeof(Made) + step * TILE);
       if (own.j % STEPS == step) scale_of_y = scale;

@@ -145,7 +145,7 @@ def plan_rows(plan):
 @operation
 def gradients_and_sums(grad, h, probs, offsets, activation):
     plan = PlacedRows(None, offsets, h.shape[0], h.shape[0], 128)
-    sums = sums_of_chunks(h, plan)
+    sums = sums_of_chunks(h.shape, plan)
     options = {"activation": activation, "expert_offsets": offsets, "align_size": 128, "transposed": True}
     g = raw_swiglu_quantize_backward(grad, h, probs, **options, sums=sums)
     return g, raw_expert_sums(sums, plan)

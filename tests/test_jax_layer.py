@@ -44,7 +44,7 @@ def in_layout(w1, w3, w2, transposed, apart):
     return gate_up, turn(w2)
 
 
-def by_the_library(x, w1, w3, w2, ids, probs, dy, recipe, recompute=None):
+def by_the_library(x, w1, w3, w2, ids, probs, dy, recipe, **options):
     """y, dx, dprobs, dw1, dw3, dw2 with NumPy, with ffn padded explicitly."""
     ffn, rows = w1.shape[1], (-1, x.shape[-1])
     dtype = x.dtype if recipe == "bf16" else BF16
@@ -58,7 +58,7 @@ def by_the_library(x, w1, w3, w2, ids, probs, dy, recipe, recompute=None):
         ids.reshape(-1, K),
         probs.reshape(-1, K),
         recipe=recipe,
-        recompute=recompute,
+        **options,
     )
     of_bf16 = w1.dtype == BF16
     grads = fp8moe.moe_backward(
@@ -116,12 +116,17 @@ def sums_in_one_order(monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
-    ("recipe", "recompute"), [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", None)]
+    "options",
+    [
+        {"recipe": "fp8_flow"},
+        {"recipe": "fp8_flow", "recompute": "moe_expert"},
+        {"recipe": "fp8_flow", "save": "fp8"},
+        {"recipe": "fp8_blockwise"},
+    ],
 )
-def test_weight_layouts_give_the_same_bits(recipe, recompute, apart, transposed):
+def test_weight_layouts_give_the_same_bits(options, apart, transposed):
     """Float32 master weights and three-dimensional x: bitwise equal results for all weight layouts."""
     arguments = problem()
-    options = {"recipe": recipe, "recompute": recompute}
     check(by_jax(arguments, transposed, apart, **options), by_the_library(*arguments, **options))
 
 

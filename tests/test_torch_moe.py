@@ -717,6 +717,7 @@ def test_sizes_that_a_router_module_refuses(arguments, error, message):
 OTHERS = {
     "recipe": ("bf16", "fp8", ValueError),
     "recompute": ("moe_expert", "full", ValueError),
+    "save": ("fp8", "fp16", ValueError),
     "activation": (Activation(clamp=0.3), "swiglu", TypeError),
     "backend": ("plain", "cutlass", ValueError),
     "num_sms": (4, 3, ValueError),
@@ -740,7 +741,7 @@ def test_attributes_are_read_and_checked_or_fixed():
         with pytest.raises(AttributeError, match=name):
             setattr(layer, name, value)
         assert getattr(layer, name) == before
-    for compiled, names in ((False, OTHERS), (True, ("activation", "topk", "collect_stats"))):
+    for compiled, names in ((False, OTHERS), (True, ("save", "activation", "topk", "collect_stats"))):
         for name in names:
             value, invalid, error = OTHERS[name]
             layer = FP8FlowMoE(256, 128, 8, 2)
@@ -779,7 +780,7 @@ def test_attributes_are_read_and_checked_or_fixed():
                 results = [backward(f, t) for f, t in zip((forward, other), given, strict=True)]
                 assert torch.equal(*results)
                 assert torch.equal(given[0].grad, given[1].grad)
-                assert torch.equal(results[0], y) == (name in ("recompute", "weight_copies"))
+                assert torch.equal(results[0], y) == (name in ("recompute", "save", "weight_copies"))
 
 
 def test_options_that_do_not_fit_a_layer_raise():

@@ -80,7 +80,7 @@ def moe_experts(
     num_out_tokens : int or None
         With ``axis_name``: rows of the device's own permutation plan (`fp8moe.plan_topk`); overflow is
         dropped. None: the static bound, sufficient for any routing.
-    **options : recipe, recompute, backend, num_sms, weight_copies
+    **options : recipe, recompute, save, backend, num_sms, weight_copies
         As in `fp8moe.moe_forward`, with its defaults. ``backend`` and ``num_sms`` are also those of the
         backward; "cublas" synchronises, and is slow inside ``jax.jit``. With ``axis_name`` and "fp8_flow",
         rows are sent in FP8.

@@ -180,7 +180,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         Process groups of the model; None: Megatron's default groups.
     name : str or None
         Part of Megatron's constructor signature; not used.
-    **options : recipe, backend, num_sms, weight_copies
+    **options : recipe, save, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`.
 
     Notes
@@ -338,6 +338,11 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     def recompute(self) -> str | None:
         """What the backward recomputes, by the config's ``recompute_modules``."""
         return self._options.recompute
+
+    @property
+    def save(self) -> str:
+        """Form in which the first product's result is saved, as in the constructor."""
+        return self._options.save
 
     @property
     def activation(self) -> Activation:
@@ -609,7 +614,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         As in `MoELayer`.
     pg_collection : ProcessGroupCollection or None
         Process groups of the model; None: Megatron's default groups.
-    **options : recipe, backend, num_sms, weight_copies
+    **options : recipe, save, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`; and further options of `MoELayer`.
 
     Notes
@@ -655,7 +660,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
                 "'none', or moe_shared_expert_overlap=False"
             )
         # `_set_recipe` sets the recipe, which depends on the layer's number
-        experts = ModuleSpec(module=FP8FlowExperts, params={**given, "recipe": "bf16"})
+        experts = ModuleSpec(module=FP8FlowExperts, params={**given, "recipe": "bf16", "save": "bf16"})
         if submodules is None:
             submodules = MoESubmodules(experts=experts)
         submodules = dataclasses.replace(submodules, experts=experts)
@@ -665,7 +670,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = dispatcher_type
-        self._recipe = how.recipe
+        self._how = how
         self._set_recipe()
         self.token_dispatcher = _Dispatcher(config, groups)
         if self.shared_experts is not None and config.moe_shared_expert_overlap:
@@ -689,8 +694,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     def _set_recipe(self) -> None:
         number = 0 if self.layer_number is None or getattr(self, "is_mtp_layer", False) else self.layer_number
         bf16 = is_first_last_bf16_layer(self.config, number - 1)  # never for a number of 0
-        recipe = "bf16" if bf16 else self._recipe
-        self.experts._options = dataclasses.replace(self.experts._options, recipe=recipe)
+        recipe, save = ("bf16", "bf16") if bf16 else (self._how.recipe, self._how.save)
+        self.experts._options = dataclasses.replace(self.experts._options, recipe=recipe, save=save)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Dispatch the tokens, compute their experts and combine the outputs.
@@ -765,7 +770,7 @@ def use_fp8_flow(
         Process groups of the model, if it does not use the default ones. Megatron-Core 0.16 passes them only
         to MoE layers of its own classes, so `FP8FlowMoELayer` would use the default groups; with later
         versions this argument is not needed.
-    **options : recipe, backend, num_sms, weight_copies
+    **options : recipe, save, backend, num_sms, weight_copies
         As in `fp8moe.torch.moe_experts`.
 
     Returns

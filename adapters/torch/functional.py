@@ -50,6 +50,7 @@ def moe_experts(
     *,
     recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
+    save: str = "bf16",
     activation: Activation = SWIGLU,
     bias13: Tensor | None = None,
     bias2: Tensor | None = None,
@@ -88,6 +89,8 @@ def moe_experts(
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         As in `fp8moe.moe_forward`.
     recompute : None or "moe_expert"
+        As in `fp8moe.moe_forward`.
+    save : "bf16" or "fp8"
         As in `fp8moe.moe_forward`.
     activation : Activation
         Activation between the two products.
@@ -153,7 +156,7 @@ def moe_experts(
     (100.0, 200.0)
     """
     operands = x, w13, w2, topk_ids, topk_probs, bias13, bias2, fp8_weights
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
+    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
     return _checked("moe_experts", *operands, is_first_microbatch, options, comm=comm)
 
 
@@ -166,6 +169,7 @@ def moe_experts_permuted(
     *,
     recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
+    save: str = "bf16",
     activation: Activation = SWIGLU,
     bias13: Tensor | None = None,
     bias2: Tensor | None = None,
@@ -197,6 +201,8 @@ def moe_experts_permuted(
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         As in `moe_experts`.
     recompute : None or "moe_expert"
+        As in `moe_experts`.
+    save : "bf16" or "fp8"
         As in `moe_experts`.
     activation : Activation
         As in `moe_experts`.
@@ -247,7 +253,7 @@ def moe_experts_permuted(
         )
     checks.integer("align_size", align_size, 1)
     operands = x, w13, w2, tokens_per_expert, probs, bias13, bias2, fp8_weights
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
+    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
     return _checked("moe_experts_permuted", *operands, is_first_microbatch, options, align_size=align_size)
 
 

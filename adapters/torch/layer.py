@@ -124,6 +124,8 @@ class FP8FlowMoE(nn.Module):
         library's products on Hopper, torch's grouped matrix product on other architectures.
     recompute : None or "moe_expert"
         "moe_expert" saves only the input of the first product for the backward.
+    save : "bf16" or "fp8"
+        "fp8" saves the first product's result for the backward as FP8 codes, as in `fp8moe.moe_forward`.
     normalize_probs : bool
         Whether the selected experts' probabilities are renormalised to sum to one.
     activation : Activation
@@ -231,6 +233,7 @@ class FP8FlowMoE(nn.Module):
         *,
         recipe: RecipeName = "fp8_flow",
         recompute: str | None = None,
+        save: str = "bf16",
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
         backend: str | None = None,
@@ -243,7 +246,7 @@ class FP8FlowMoE(nn.Module):
         dtype: torch.dtype | None = torch.float32,
     ):
         super().__init__()
-        self._options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
+        self._options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
         _check_width(self._options.precision, ffn)
         num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
@@ -344,6 +347,7 @@ class FP8FlowMoE(nn.Module):
     num_experts = _fixed("_num_experts", "E, over all ranks.")
     recipe = _option("recipe")
     recompute = _option("recompute")
+    save = _option("save")
     activation = _option("activation")
     backend = _option("backend")
     num_sms = _option("num_sms")

@@ -129,6 +129,7 @@ def _layer_arguments(options: LayerOptions) -> list[Any]:
         *activation,
         options.recipe,
         options.recompute,
+        options.save,
         options.backend,
         options.num_sms,
         options.weight_copies,
@@ -174,7 +175,7 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
     ),
     LayerOptions: (
         "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset, str {}_recipe, "
-        "str? {}_recompute, str? {}_backend, int? {}_num_sms, str {}_weight_copies",
+        "str? {}_recompute, str {}_save, str? {}_backend, int? {}_num_sms, str {}_weight_copies",
         _layer_arguments,
         _layer_options,
     ),

@@ -131,7 +131,8 @@ def of_forward(x: Tensor, ids: Tensor, num_experts: int, saved: Any, ffn: int | 
         raise NotImplementedError("collect_stats: got True with overlap_chunks; wanted False")
     a = None
     if saved.h is not None:
-        activated = fp8moe.swiglu(saved.h, saved.probs, activation=saved.options.activation)
+        h = fp8moe.dequantize(saved.h, dtype="bfloat16") if saved.options.save == "fp8" else saved.h
+        activated = fp8moe.swiglu(h, saved.probs, activation=saved.options.activation)
         offsets, counts = saved.plan.expert_offsets, saved.plan.tokens_per_expert
         rows = torch.arange(len(activated), dtype=offsets.dtype, device=x.device)
         expert = torch.searchsorted(offsets[1:], rows, right=True).clamp(max=len(counts) - 1)

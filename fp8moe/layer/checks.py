@@ -262,7 +262,7 @@ def _check_fields(name: str, record: Any, arrays: tuple[str, ...]) -> None:
         quantised = isinstance(value, QuantTensor)
         if not quantised and (is_metadata(value) or isinstance(value, (list, tuple))):
             raise TypeError(f"{name}.{field}: got {type(value).__name__}; wanted the forward's array")
-        if quantised != (field in in_fp8):
+        if quantised != (field in in_fp8 or (field == "h" and record.options.save == "fp8")):
             raise TypeError(
                 f"{name}.{field}: got a {type(value).__name__}; wanted what {record.options.recipe!r} saves"
             )
@@ -367,10 +367,13 @@ def check_saved_tensors(saved: Saved, gradients: Collection[str], name: str = "s
     _check_rows(f"{name}.x", saved.x, recipe, dtypes, (_rows_of_x(plan, recipe), hidden))
     if saved.x is not None and recipe.scaling_aware and "dw13" in gradients:  # which transposes x
         checks.powers_of_two(call, f"{name}.x", saved.x)
-    checks.arrays(
-        (f"{name}.h", saved.h, dtypes, (rows, columns)),
-        (f"{name}.probs", saved.probs, checks.FLOATS, (rows,)),
-    )
+    checks.arrays((f"{name}.probs", saved.probs, checks.FLOATS, (rows,)))
+    if isinstance(saved.h, QuantTensor):
+        _check_rows(f"{name}.h", saved.h, recipe, dtypes, (rows, columns))
+        if saved.h.fmt != "e4m3":
+            raise TypeError(f"{name}.h.fmt: got {saved.h.fmt!r}; wanted 'e4m3'")
+    else:
+        checks.arrays((f"{name}.h", saved.h, dtypes, (rows, columns)))
     of_weights = None if recipe.quantizes else saved.w13.dtype
     _check_bias(f"{name}.bias13", saved.bias13, of_weights, (experts, columns))
     _check_rows(f"{name}.a", saved.a, recipe, dtypes, (rows, ffn))

@@ -132,6 +132,7 @@ def moe_forward(
     *,
     recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
+    save: str = "bf16",
     activation: Activation = SWIGLU,
     bias13: ArrayLike | None = None,
     comm: Comm | None = None,
@@ -161,6 +162,11 @@ def moe_forward(
     recompute : None or "moe_expert"
         "moe_expert": save only the input of fc1, for "fp8_flow" before its permutation; the backward
         recomputes fc1 and the activation, but not dispatch.
+    save : "bf16" or "fp8"
+        Form in which the output of fc1, h, is saved: "bf16", in its dtype, or for "fp8_flow" without
+        recompute "fp8", e4m3 codes, half the bytes. The forward uses h in bfloat16 and writes the codes in
+        the same pass; the backward reads the codes, so that dprobs and the gradients of all else but y differ
+        by what rounding h to 2^-4 changes (``docs/concepts/recipes.md`` has the bound).
     activation : Activation
         The activation between the two GEMMs.
     bias13 : ArrayLike or None, float32 (float64 for float64 weights), [E, 2F]
@@ -216,7 +222,7 @@ def moe_forward(
     >>> y.tolist()
     [[100.0]]
     """
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
+    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
     operands = x, w13, w2, topk_ids, topk_probs, options
     return forward(*operands, bias13=bias13, comm=comm, gradients=gradients)
 
@@ -338,6 +344,7 @@ def moe_forward_permuted(
     *,
     recipe: RecipeName = "fp8_flow",
     recompute: str | None = None,
+    save: str = "bf16",
     activation: Activation = SWIGLU,
     bias13: ArrayLike | None = None,
     align_size: int = 1,
@@ -368,6 +375,8 @@ def moe_forward_permuted(
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         The precision.
     recompute : None or "moe_expert"
+        As for `moe_forward`.
+    save : "bf16" or "fp8"
         As for `moe_forward`.
     activation : Activation
         The activation between the two GEMMs.
@@ -410,7 +419,7 @@ def moe_forward_permuted(
     >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
     [[100.0], [200.0]]
     """
-    options = LayerOptions(activation, recipe, recompute, backend, num_sms, weight_copies)
+    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
     arrays = x, w13, w2, tokens_per_expert, probs
     return forward_permuted(*arrays, options, bias13=bias13, align_size=align_size, gradients=gradients)
 

@@ -13,22 +13,24 @@ from fp8moe.records import Options
 from fp8moe.runtime import checks
 
 RECOMPUTE = None, "moe_expert"
+SAVE = "bf16", "fp8"
 WEIGHT_COPIES = "both", "rowwise"
 
 
-class GemmArguments(TypedDict, total=False):
+class CommonArguments(TypedDict, total=False):
+    save: str
     backend: str | None
     num_sms: int | None
     weight_copies: str
 
 
-class ArgumentsBesideRecipe(GemmArguments, total=False):
+class ArgumentsBesideRecipe(CommonArguments, total=False):
     """`LayerArguments` for functions that name the recipe themselves."""
 
     recompute: str | None
 
 
-class ArgumentsBesideRecompute(GemmArguments, total=False):
+class ArgumentsBesideRecompute(CommonArguments, total=False):
     """`LayerArguments` for functions whose model says what is computed again."""
 
     recipe: RecipeName
@@ -47,6 +49,8 @@ class LayerFields:
     """ "fp8_flow", "fp8_blockwise" or "bf16", as in `fp8moe.moe_forward`."""
     recompute: str | None = None
     """None, or "moe_expert": the backward recomputes the first GEMM and the activation."""
+    save: str = "bf16"
+    """Form in which fc1's output is saved for the backward: "bf16", as it is, or "fp8", half the bytes."""
     backend: str | None = None
     """Kernels of the GEMMs, as in `fp8moe.grouped_gemm`; None: the fastest."""
     num_sms: int | None = None
@@ -73,6 +77,7 @@ class LayerOptions(Options):
     activation: Activation  # Dynamo of torch 2.11 takes no record as the default of a field
     recipe: RecipeName = "fp8_flow"
     recompute: str | None = None
+    save: str = "bf16"
     backend: str | None = None
     num_sms: int | None = None
     weight_copies: str = "both"
@@ -80,6 +85,14 @@ class LayerOptions(Options):
     def __post_init__(self) -> None:
         checks.choice("recipe", self.recipe, RECIPES)
         checks.choice("recompute", self.recompute, RECOMPUTE)
+        checks.choice("save", self.save, SAVE)
+        if self.save == "fp8" and not self.precision.codes_h:
+            raise ValueError(f"save: got 'fp8' with recipe={self.recipe!r}; wanted it with 'fp8_flow'")
+        if self.save == "fp8" and self.recompute is not None:
+            raise ValueError(
+                f"save: got 'fp8' with recompute={self.recompute!r}, with which fc1's output is not saved; "
+                "wanted one of them"
+            )
         checks.options("activation", self.activation, Activation)
         checks.choice("backend", self.backend, BACKENDS)
         checks.choice("weight_copies", self.weight_copies, WEIGHT_COPIES)

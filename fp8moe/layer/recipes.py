@@ -33,6 +33,7 @@ from fp8moe.ops.grouped_gemm import (
 )
 from fp8moe.ops.quantize import columns_of, raw_dequantize, raw_quantize, raw_transpose_codes
 from fp8moe.ops.swiglu import (
+    coded_h,
     raw_swiglu,
     raw_swiglu_backward,
     raw_swiglu_quantize,
@@ -64,6 +65,7 @@ class Recipe:
     columns that pad F.
     makes_activation: whether the backward makes the activation's output of h, so that the forward saves it
     only where h is not saved.
+    codes_h: whether the forward can save FP8 codes of h in h's place.
     forward, backward_input, backward_weight: the steps, functions of this file. forward returns y and fields
     of `Saved`, backward_input dx, dprobs and fields of `SavedForWeights`, backward_weight dw13 and dw2.
     """
@@ -78,6 +80,7 @@ class Recipe:
     scaling_aware: bool
     gradient_in_parts: bool
     makes_activation: bool
+    codes_h: bool
     forward: Callable[..., tuple[Any, dict[str, Any]]]
     backward_input: Callable[..., tuple[Any, Any, dict[str, Any]]]
     backward_weight: Callable[..., tuple[Any, Any]]
@@ -101,11 +104,13 @@ def _forward_fp8_flow(x, w13, w2, bias13, plan, probs, options, gradients):  # t
     first = permute_gemm(x, w13.rowwise, plan, probs, bias=bias13, **options.gemm)  # x is FP8 already: cast 1
     h, saved = first.data, {"probs": first.probs, "x": x}
     del first
-    a = _activate(h, saved["probs"], plan, options.activation)
+    kept = _kept_h(h, options, gradients)
+    codes = coded_h(h) if kept is not None and options.save == "fp8" else None  # of the same read of h
+    a = _activate(h, saved["probs"], plan, options.activation, codes)
     # the backward makes the activation in the pass over h
     alone = "dw2" in gradients and not of_h(gradients) and not options.recompute
-    saved |= {"h": _kept_h(h, options, gradients), "a": a if alone else None}
-    del h
+    saved |= {"h": kept if codes is None else codes, "a": a if alone else None}
+    del h, kept
     rows_of_y = raw_grouped_gemm(a, w2.rowwise, plan.expert_offsets, int32_counts(plan), **options.gemm)
     del a
     return unpermute(rows_of_y, plan), saved
@@ -128,13 +133,17 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
     if options.recompute and gradients:
         h = permute_gemm(saved.x, saved.w13.rowwise, plan, bias=saved.bias13, **options.gemm).data
     if "dw2" in gradients and not of_h(gradients):
-        rowwise = _activate(h, saved.probs, plan, options.activation) if saved.a is None else saved.a
+        rowwise = saved.a
+        if rowwise is None:
+            values = raw_dequantize(h) if isinstance(h, QuantTensor) else h
+            rowwise = _activate(values, saved.probs, plan, options.activation)
+            del values
         a = raw_scaling_aware_transpose(rowwise, **placed, target=_TARGET)
         del rowwise
     if of_h(gradients):
         # dy is FP8 already: cast 2
         da = permute_gemm(dy, _columnwise(saved.w2), plan, **options.gemm).data
-        sums = sums_of_chunks(h, plan) if "dbias13" in gradients else None
+        sums = sums_of_chunks(h.shape, plan) if "dbias13" in gradients else None
         transposed = "dw13" in gradients or sums is not None  # its kernel computes the sums
         a = transposed_y(h, options.activation, **placed) if "dw2" in gradients else None
         grad = raw_swiglu_quantize_backward(
@@ -180,9 +189,9 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     return tuple(raw_grouped_gemm_wgrad(dh, transposed, offsets, out, **options) for dh, out in both), dw2
 
 
-def _activate(h, probs, plan, activation):  # type: ignore[no-untyped-def]
+def _activate(h, probs, plan, activation, codes=None):  # type: ignore[no-untyped-def]
     placed = {"expert_offsets": plan.expert_offsets, "align_size": plan.align_size}
-    return raw_swiglu_quantize(h, probs, activation=activation, **placed)
+    return raw_swiglu_quantize(h, probs, activation=activation, **placed, codes_of_h=codes)
 
 
 # One scale per tile, as in the paper's transpose. One scale per column would keep the last bits of values of
@@ -327,6 +336,7 @@ _BF16 = Recipe(
     scaling_aware=False,
     gradient_in_parts=False,
     makes_activation=False,
+    codes_h=False,
     forward=_forward_bf16,
     backward_input=_backward_input_bf16,
     backward_weight=_backward_weight_bf16,
@@ -342,6 +352,7 @@ _FP8_BLOCKWISE = Recipe(
     scaling_aware=False,
     gradient_in_parts=False,
     makes_activation=False,
+    codes_h=False,
     forward=_forward_fp8_blockwise,
     backward_input=_backward_input_fp8_blockwise,
     backward_weight=_backward_weight_fp8_blockwise,
@@ -357,6 +368,7 @@ _FP8_FLOW = Recipe(
     scaling_aware=True,
     gradient_in_parts=True,
     makes_activation=True,
+    codes_h=True,
     forward=_forward_fp8_flow,
     backward_input=_backward_input_fp8_flow,
     backward_weight=_backward_weight_fp8_flow,

@@ -21,7 +21,8 @@ class Saved(Record):
     options: the layer's, also for the backward. x: the input of fc1. fp8_flow: FP8, before the permutation (k
     times smaller); fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted. h, a: fc1's output and the
     activation's output; None with recompute, which computes them again. fp8_flow: a, of which the backward
-    needs the transposed codes, is made of h by the pass that makes dh, and saved only if no gradient needs h.
+    needs the transposed codes, is made of h by the pass that makes dh, and saved only if no gradient needs h;
+    with save="fp8" h is e4m3 codes with power-of-two scales of 1 x 128 values of each half.
     w13, w2: the weights, as given or quantised. Quantised weights are saved without codes that the backward
     does not read (`LayerOptions.saved_orientations`). bias13: the forward's, if it had one. ``nbytes`` does
     not include the weights. overwritten: how often the codes of w13 and of w2 had been overwritten

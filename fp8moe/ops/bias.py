@@ -101,14 +101,13 @@ def _check_biases(bias: Any, topk_ids: Any, topk_probs: Any, tokens: int) -> int
 CHUNK = 128  # rows
 
 
-def sums_of_chunks(x: Any, plan: Any) -> Any:
-    """New memory for sums of each column of x [P, N] over chunks of at most 128 rows of one expert. Chunk i
-    of expert e is number offsets[e] // 128 + e + i, without e if every offset is a multiple of 128; others
-    are not written. float32, float64 for float64.
+def sums_of_chunks(shape: tuple[int, int], plan: Any, dtype: Any = checks.FLOAT32) -> Any:
+    """New memory for sums of each column of an array [P, N] over chunks of at most 128 rows of one expert.
+    Chunk i of expert e is number offsets[e] // 128 + e + i, without e if every offset is a multiple of 128;
+    others are not written.
 
     plan: with expert_offsets and align_size."""
-    rows, width = x.shape
-    dtype = x.dtype if x.dtype == np.float64 else checks.FLOAT32
+    rows, width = shape
     return current.call.array((num_chunks(rows, plan), width), dtype)
 
 
@@ -118,7 +117,7 @@ def num_chunks(rows: int, plan: Any) -> int:
 
 def raw_chunk_sums(x: Any, plan: Any) -> Any:
     """`sums_of_chunks` of an array."""
-    sums = sums_of_chunks(x, plan)
+    sums = sums_of_chunks(x.shape, plan, x.dtype if x.dtype == np.float64 else checks.FLOAT32)
     current.call.run("bias", "chunk_sums", x, plan.expert_offsets, out=sums)
     return sums
 

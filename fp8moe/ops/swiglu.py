@@ -198,13 +198,20 @@ def raw_swiglu_quantize(
     transposed: bool = False,
     expert_offsets: Any = None,
     align_size: int = 1,
+    codes_of_h: QuantTensor | None = None,
 ) -> Any:
+    """codes_of_h: memory of `coded_h` for h, row-wise quantised in the same pass, or None."""
     call = current.call
     shape = h.shape[0], activation.width(h.shape[1])
     out = call.empty(activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size))
     options: dict[str, Any] = {"activation": activation, "expert_offsets": expert_offsets}
-    call.run("swiglu", "swiglu_quantize", h, probs, **options, out=out)
+    call.run("swiglu", "swiglu_quantize", h, probs, **options, codes_of_h=codes_of_h, out=out)
     return out
+
+
+def coded_h(h: Any) -> QuantTensor:
+    """Memory for h as FP8 codes, which stand for it in `raw_swiglu_quantize_backward`."""
+    return current.call.empty(quant_spec(tuple(h.shape), "e4m3", (1, 128), "compact"))  # type: ignore[no-any-return]
 
 
 @operation
@@ -297,11 +304,12 @@ def raw_swiglu_quantize_backward(
     sums: Any = None,
     y: QuantTensor | None = None,
 ) -> SwigluGrad:
-    """sums: memory of `fp8moe.ops.bias.sums_of_chunks` for the sums of dh before it is quantised, or None. y:
-    memory of `transposed_y` for the transposed codes that the forward's result would have, or None."""
+    """h: an array, or codes as `coded_h`. sums: memory of `fp8moe.ops.bias.sums_of_chunks` for the sums of dh
+    before it is quantised, or None. y: memory of `transposed_y` for the transposed codes that the result of
+    the forward would have, or None."""
     call, shape = current.call, tuple(h.shape)
     dh = activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size)
-    out: SwigluGrad = call.empty(SwigluGrad(dh, _dprobs_spec(h, probs)))
+    out: SwigluGrad = call.empty(SwigluGrad(dh, _dprobs_spec(grad, probs)))
     options: dict[str, Any] = {"activation": activation, "expert_offsets": expert_offsets}
     call.run("swiglu", "swiglu_quantize_backward", grad, h, probs, **options, sums=sums, y=y, out=out)
     return out

@@ -24,7 +24,7 @@ from fp8moe.activation import Activation
 from fp8moe.records import Quantized, QuantTensor, SwigluGrad
 from fp8moe.reference.bias import chunk_sums
 from fp8moe.reference.numerics import quietly, split_rows, to_f32
-from fp8moe.reference.quantize import quantize
+from fp8moe.reference.quantize import dequantize, quantize
 from fp8moe.reference.transpose import scaling_aware_transpose
 from fp8moe.runtime.loops import compiled
 
@@ -40,12 +40,18 @@ def swiglu_quantize(
     *,
     activation: Activation,
     expert_offsets: np.ndarray | None,
+    codes_of_h: QuantTensor | None = None,
     out: QuantTensor | Quantized,
 ) -> None:
+    """codes_of_h: for h, row-wise quantised, or None."""
     y = np.zeros((len(h), activation.width(h.shape[1])), np.float32)
     real = slice(0, _rows_of(expert_offsets, len(h)))
     y[real] = forward(h[real], _part(probs, real), activation)
     _quantize(y, expert_offsets, out)
+    if codes_of_h is not None:
+        values = np.zeros(h.shape, h.dtype)
+        values[real] = h[real]
+        quantize(values, round_up=True, eps=0.0, out=codes_of_h)
 
 
 @quietly
@@ -66,7 +72,7 @@ def swiglu_backward(
 @quietly
 def swiglu_quantize_backward(
     grad: np.ndarray,
-    h: np.ndarray,
+    h: np.ndarray | QuantTensor,
     probs: np.ndarray | None,
     *,
     activation: Activation,
@@ -75,7 +81,12 @@ def swiglu_quantize_backward(
     y: QuantTensor | None = None,
     out: SwigluGrad,
 ) -> None:
-    """y: for the transposed codes that the forward's y would have, or None."""
+    """h: an array or its row-wise codes. y: for the transposed codes that the forward's y would have, or
+    None."""
+    if isinstance(h, QuantTensor):
+        values = np.empty(h.shape, np.float32)
+        dequantize(h, out=values)
+        h = values
     if y is not None:
         codes, scales = np.empty(grad.shape, np.uint8), np.empty((len(h), y.scales.shape[0]), np.float32)
         both = Quantized(QuantTensor(codes, scales, y.fmt, (1, 128)), y)

@@ -96,12 +96,12 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "swiglu_transpose": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS if "MX=0" in c for bare in (1, 0)),
         *(
-            (*_CONVERSIONS[0], *activation, *sums)
-            for sums in ((), ("SUMS=1",))
+            (*_CONVERSIONS[0], *activation, *of_layer)
+            for of_layer in ((), ("SUMS=1",), ("CODED=1",), ("CODED=1", "SUMS=1"))
             for activation in (
                 *(("BARE=1", f"ACT={act}") for act in ("GELU", "GELU_TANH")),
                 *_UNGATED,
-                *((f"BARE={bare}",) for bare in (1, 0) if sums),
+                *((f"BARE={bare}",) for bare in (1, 0) if of_layer),
             )
         ),
     ],

@@ -1,0 +1,264 @@
+"""What a layer saves for its backward: h in FP8, whose error has a derived bound."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from backends import over
+from cases import ACTIVATIONS, BF16, GPT_OSS, SEED, assert_same, generator, layer_inputs, same_bits, values
+
+import fp8moe
+from fp8moe import Activation, Quantized, QuantTensor
+from fp8moe.layer.permuted_rows import PlacedRows
+from fp8moe.ops.bias import raw_expert_sums, sums_of_chunks
+from fp8moe.ops.swiglu import (
+    coded_h,
+    raw_swiglu_quantize,
+    raw_swiglu_quantize_backward,
+    transposed_y,
+)
+from fp8moe.runtime.dispatch import operation
+
+RNG = generator()
+OTHERS = (*ACTIVATIONS[1:], Activation("quick_gelu"))
+OTHER = random.Random(SEED).choice([a for a in OTHERS if a.function != "gelu"])
+
+
+@operation
+def forward_and_codes(h, probs, offsets, activation):
+    codes = coded_h(h)
+    options = {"activation": activation, "expert_offsets": offsets, "align_size": 128}
+    return raw_swiglu_quantize(h, probs, **options, codes_of_h=codes), codes
+
+
+@operation
+def backward_of(grad, h, probs, offsets, activation, transposed, with_sums):
+    """All results of the backward, of h or of its codes."""
+    of_rows = {"expert_offsets": offsets, "align_size": 128}
+    plan, sums = PlacedRows(None, offsets, grad.shape[0], grad.shape[0], 128), None
+    if with_sums:
+        sums = sums_of_chunks(h.shape, plan)
+    y = transposed_y(h, activation, **of_rows)
+    options = {**of_rows, "activation": activation, "transposed": transposed}
+    grads = raw_swiglu_quantize_backward(grad, h, probs, **options, sums=sums, y=y)
+    return grads, y, None if sums is None else raw_expert_sums(sums, plan)
+
+
+def awkward_h(rng, rows, columns):
+    """Blocks of very different scales, a value much larger than the rest of its block, ties between codes,
+    zeros, NaN and infinity."""
+    h = rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-40, 4, (rows, 1))
+    h[::5] = rng.standard_normal((len(h[::5]), columns))
+    h[1::5] = rng.choice([1.0625, -1.1875, 0.53125, -3.625, 2.0**-9], (len(h[1::5]), columns))
+    h[2::7, ::128] = 400
+    h[3], h[4, :128] = 0, 0
+    h[6, 1], h[7, 5] = np.nan, np.inf
+    return h.astype(BF16)
+
+
+@over(
+    "activation, rows",
+    reference=[(Activation(), 384), (GPT_OSS, 384), (OTHER, 500)],
+    on_cpu=[(Activation(), 384), (Activation(), 500)],  # 500 rows do not fill tiles
+    on_gpu=[(a, rows) for a in (*ACTIVATIONS, OTHERS[-1]) for rows in (384, 500, 8192)],
+)
+def test_codes_of_h_stand_for_h(backend, activation, rows):
+    """The forward writes what `quantize` makes of h, and changes nothing else; the backward of the codes is
+    bit for bit that of the values that they represent, which bfloat16 holds exactly."""
+    width = 256
+    h = awkward_h(RNG, rows, activation.columns(width))
+    probs, grad = RNG.random(rows).astype(np.float32), values(RNG, (rows, width), BF16)
+    offsets = np.array([0, 128, 128, 384], np.int32)
+    options = {"activation": activation, "expert_offsets": offsets, "align_size": 128}
+    y, codes = backend.both(forward_and_codes, h, probs, offsets, activation)[1]
+    assert_same(y, backend.both(fp8moe.swiglu_quantize, h, probs, **options)[1])
+    wanted = fp8moe.quantize(h)
+    assert_same((codes.data[:384], codes.scales[:384]), (wanted.data[:384], wanted.scales[:384]))
+    represented = fp8moe.dequantize(wanted, dtype="bfloat16")
+    assert same_bits(represented.astype(np.float32), fp8moe.dequantize(wanted))
+    for transposed, with_sums in ((True, False), (True, True), (False, False)):
+        others = probs, offsets, activation, transposed, with_sums
+        of_codes, of_values = (backend.both(backward_of, grad, x, *others)[1] for x in (wanted, represented))
+        rowwise = [replace(g, dh=g.dh.rowwise if transposed else g.dh) for g, *_ in (of_codes, of_values)]
+        # rows that do not fill tiles: float32 values take another kernel than bfloat16's, whose sigmoid is
+        # within 2^-20, so that a code may be its neighbour
+        compare = assert_same if rows % 128 == 0 else assert_neighbours
+        compare(*rowwise)
+        if with_sums:
+            compare(of_codes[2], of_values[2])
+        columns = [(of_codes[1], of_values[1])]
+        if transposed:
+            columns.append((of_codes[0].dh.columnwise, of_values[0].dh.columnwise))
+        for pair in columns if rows % 128 == 0 else ():  # rows of no expert are not written
+            assert_same(*((q.data[:, :384], q.scales) for q in pair))
+
+
+def assert_neighbours(a, b):
+    if not hasattr(a, "dh"):
+        np.testing.assert_allclose(a, b, rtol=2.0**-16)
+        return
+    assert (np.abs(a.dh.data.astype(int) - b.dh.data.astype(int)) <= 1).all()
+    assert (a.dh.scales != b.dh.scales).mean() <= 1e-3
+
+
+def changes(h, codes):
+    """The most by which rounding to e4m3 moves each value: 2^-4 of it, or half of the subnormal spacing 2^-9
+    under its block's scale, which is below amax / 224."""
+    blocks = np.abs(h.reshape(len(h), -1, 128))
+    floor = np.broadcast_to(blocks.max(axis=2, keepdims=True) * 2.0**-10 / 224, blocks.shape)
+    most = np.maximum(2.0**-4 * blocks, floor).reshape(h.shape)
+    assert (np.abs(fp8moe.dequantize(codes) - h) <= most).all()
+    return most
+
+
+def slopes(activation):
+    """The largest magnitudes of the gate's first and second derivative, from a fine grid: Lipschitz bounds
+    of the function and of its derivative. None, None for squared ReLU, whose first is not bounded."""
+    if activation.function == "relu2":
+        return None, 2.0
+    a = np.linspace(-12, 12, 48_001)[:, None] / activation.alpha
+    first = fp8moe.swiglu_backward(np.ones_like(a), a, activation=_gate(activation)).dh[:, 0]
+    second = np.abs(np.diff(first) / np.diff(a[:, 0])).max()
+    return np.abs(first).max() * (1 + 1e-5), second * (1 + 1e-3)
+
+
+def bounds(h, most, grad, probs, activation):
+    """(of y, of dh, of dprobs): the most that a change of h by at most ``most`` changes them, by the mean
+    value theorem; where a limit of the clamp lies in between, a gradient may appear or vanish."""
+    width = grad.shape[1]
+    a, of_a = np.ascontiguousarray(h[:, :width]), most[:, :width]
+    limit = np.inf if activation.clamp is None else activation.clamp
+    first, second = slopes(activation)
+    if first is None:
+        first = 2 * (np.abs(a) + of_a)
+    gate = fp8moe.swiglu(np.minimum(a, limit), activation=_gate(activation))
+    slope = np.abs(fp8moe.swiglu_backward(np.ones_like(a), a, activation=_gate(activation)).dh)
+    b, of_b = np.ones_like(a), np.zeros_like(a)
+    if activation.gated:
+        b, of_b = np.clip(h[:, width:], -limit, limit) + activation.linear_offset, most[:, width:]
+    p, g = probs[:, None], np.abs(grad)
+    b_after, gate_after = np.abs(b) + of_b, np.abs(gate) + first * of_a
+    of_y = np.abs(gate) * of_b + b_after * first * of_a
+    crossed = np.abs(a - limit) <= of_a
+    da = g * p * (slope * of_b + b_after * second * of_a + crossed * b_after * first)
+    db = g * p * (first * of_a + (np.abs(np.abs(h[:, -width:]) - limit) <= of_b) * gate_after)
+    of_dh = np.concatenate([da, db], axis=1) if activation.gated else da
+    return p * of_y, of_dh, (g * of_y).sum(axis=1)
+
+
+def _gate(activation):
+    alpha = activation.alpha if activation.function == "silu" else 1.0
+    return Activation(activation.function, alpha=alpha)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_error_of_saving_h_in_fp8_is_bounded(activation):
+    """Of y, dh and dprobs, in float64: for ties, for values that vanish beside a large one of their block,
+    and where the sigmoid bends most. The bound is not loose either: some dh comes within a factor of 16."""
+    width = 256
+    h = awkward_h(RNG, 300, activation.columns(width)).astype(np.float64)
+    h[~np.isfinite(h)] = 0
+    codes = fp8moe.quantize(h.astype(np.float32))
+    most = changes(h, codes)
+    grad, probs = RNG.standard_normal((300, width)), RNG.random(300)
+    rounded = fp8moe.dequantize(codes).astype(np.float64)
+    of_y, of_dh, of_dprobs = bounds(h, most, grad, probs, activation)
+    one, two = (fp8moe.swiglu_backward(grad, x, probs, activation=activation) for x in (h, rounded))
+    y = [fp8moe.swiglu(x, probs, activation=activation) for x in (h, rounded)]
+    tiny = 2.0**-40  # of the float64 computation
+    assert (np.abs(y[0] - y[1]) <= of_y * (1 + tiny) + tiny * np.abs(y[0])).all()
+    assert (np.abs(one.dh - two.dh) <= of_dh * (1 + tiny) + tiny * np.abs(one.dh)).all()
+    assert (np.abs(one.dprobs - two.dprobs) <= of_dprobs * (1 + tiny) + tiny).all()
+    assert (np.abs(one.dh - two.dh) > of_dh / 16).any()
+
+
+@pytest.mark.parametrize("activation", [Activation(), GPT_OSS, Activation("relu2")])
+def test_layer_with_h_in_fp8(activation):
+    """The forward is bit for bit the same; what the backward computes of h stays within the derived bounds,
+    and half of h's bytes are saved. The operands of the weight gradients are compared, as these are sums
+    over them."""
+    inputs, dy = layer_inputs(7, tokens=128, ffn=256, dropped=0.1)
+    inputs["w13"] = inputs["w13"][:, : activation.columns(256)].copy()
+    rng = np.random.default_rng(8)
+    bias = rng.standard_normal((4, activation.columns(256))) * 2.0 ** rng.integers(-6, 3, (4, 1))
+    options = {"activation": activation, "bias13": bias.astype(np.float32)}
+    with fp8moe.trace() as t:
+        y, plain = fp8moe.moe_forward(**inputs, **options)
+        grads, operands = fp8moe.moe_backward_input(plain, dy)
+    with fp8moe.trace() as u:
+        same, saved = fp8moe.moe_forward(**inputs, **options, save="fp8")
+        coded, others = fp8moe.moe_backward_input(saved, dy)
+    assert same_bits(y, same)
+    assert (t.casts, t.launches) == (u.casts, u.launches)
+    assert_same(saved.h, fp8moe.quantize(plain.h))
+    assert plain.nbytes - saved.nbytes == plain.h.nbytes - saved.h.data.nbytes - saved.h.scales.nbytes
+    h, probs = plain.h.astype(np.float64), plain.probs.astype(np.float64)
+    dout = fp8moe.dequantize(fp8moe.permute(fp8moe.quantize(dy), plain.plan).data, dtype="bfloat16")
+    rows = plain.plan.expert_offsets[-1]
+    da = fp8moe.grouped_gemm(
+        fp8moe.quantize(dout), fp8moe.quantize_weights(inputs["w2"]).columnwise, plain.plan.expert_offsets
+    ).astype(np.float64)
+    of_y, of_dh, of_dprobs = bounds(h, changes(h, saved.h), da, probs, activation)
+    for one, two, bound in ((operands.a, others.a, of_y), (operands.dh, others.dh, of_dh)):
+        # both are rounded to codes, 2^-4 of a value or half of the spacing under the tile's scale, twice:
+        # when they are made row-wise, and moved to that scale
+        values = [fp8moe.dequantize(q)[:rows].astype(np.float64) for q in (one, two)]
+        tile = [np.repeat(np.repeat(q.scales.T, 128, 0), 128, 1)[:rows] for q in (one, two)]
+        rounding = sum(
+            2.0**-3 * np.abs(v) / (1 - 2.0**-4) + s * 2.0**-9 for v, s in zip(values, tile, strict=True)
+        )
+        assert (np.abs(values[0] - values[1]) <= bound[:rows] + rounding).all()
+    # dprobs of a token's expert is that of its row: the same terms in float32, summed in float64
+    terms = (np.abs(da) * np.abs(fp8moe.swiglu(h, activation=activation))).sum(axis=1)
+    of_rows, change = of_dprobs + 2.0**-18 * (terms + of_dprobs), np.abs(coded.dprobs - grads.dprobs)
+    for expert, first in enumerate(plain.plan.expert_offsets[:-1]):
+        token, entry = np.nonzero(inputs["topk_ids"] == expert)  # rows in the order of tokens
+        assert (change[token, entry] <= of_rows[first : first + len(token)]).all()
+    whole, halves = fp8moe.moe_backward(saved, dy), fp8moe.moe_backward_weight(others)
+    assert_same((whole.dx, whole.dw13, whole.dw2), (coded.dx, halves.dw13, halves.dw2))
+
+
+@pytest.mark.parametrize("gradients", [("dw2",), ("dx", "dw2"), ("dx",), ("dw13",), ("dbias13", "dw2")])
+def test_subsets_of_gradients_with_h_in_fp8(gradients):
+    """Each is bit for bit what a backward of all computes of the same codes."""
+    inputs, dy = layer_inputs(3, dropped=0.1)
+    bias = RNG.standard_normal((4, 256)).astype(np.float32)
+    _, saved = fp8moe.moe_forward(**inputs, bias13=bias, save="fp8")
+    whole = fp8moe.moe_backward(saved, dy)
+    _, alone = fp8moe.moe_forward(**inputs, bias13=bias, save="fp8", gradients=gradients)
+    if gradients == ("dw2",):  # of the codes that the forward multiplied, and nothing of h is saved
+        assert alone.h is None
+        assert_same(alone.a, fp8moe.moe_forward(**inputs, bias13=bias, gradients=gradients)[1].a)
+        alone = saved
+    assert isinstance(alone.h, QuantTensor)
+    got = fp8moe.moe_backward(alone, dy, gradients=gradients)
+    for name in gradients:
+        assert same_bits(getattr(got, name), getattr(whole, name)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"save": "int8"}, "save: got 'int8'; wanted"),
+        ({"save": "fp8", "recipe": "bf16"}, "save: got 'fp8' with recipe='bf16'; wanted it with 'fp8_flow'"),
+        ({"save": "fp8", "recipe": "fp8_blockwise"}, "save: got 'fp8' with recipe='fp8_blockwise'"),
+        ({"save": "fp8", "recompute": "moe_expert"}, "save: got 'fp8' with recompute='moe_expert'"),
+    ],
+)
+def test_what_cannot_be_saved_in_fp8_is_refused(options, words):
+    inputs, _ = layer_inputs(3)
+    with pytest.raises(ValueError, match=words):
+        fp8moe.moe_forward(**inputs, **options)
+
+
+def test_altered_codes_of_h_are_refused():
+    inputs, dy = layer_inputs(3)
+    _, saved = fp8moe.moe_forward(**inputs, save="fp8")
+    _, plain = fp8moe.moe_forward(**inputs)
+    other = fp8moe.quantize(plain.h, fmt="e5m2")
+    for h in (plain.h, other, replace(saved.h, data=saved.h.data[:-1].copy()), Quantized(saved.h)):
+        with pytest.raises((TypeError, ValueError), match=r"\bsaved\.h\b"):
+            fp8moe.moe_backward(replace(saved, h=h), dy)
+    with pytest.raises(TypeError, match=r"\bsaved\.h\b"):
+        fp8moe.moe_backward(replace(plain, h=saved.h), dy)
