@@ -4,7 +4,7 @@ Names and arguments are those of `fp8moe`, with tensors as arguments and results
 once, from the core's function (`fp8moe.adapters.torch.operation`), and has its docstring; a dry run of the
 core's own checks gives its operator's shapes. A `QuantTensor` is not differentiable. There is no `to_layout`,
 no gradient such as ``permute_backward`` and no ``moe_forward``: autograd computes the gradients, and
-`moe_experts` the layer.
+`moe_experts` the layer. Checkpoints are converted by `fp8moe.from_block_fp8` and its kin, which take tensors.
 
 Not supported (an error is raised): transforms of `torch.func` (vmap, grad, jvp and others), forward-mode
 differentiation, and second derivatives.

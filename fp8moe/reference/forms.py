@@ -10,6 +10,11 @@ from fp8moe.records import Quantized
 from fp8moe.reference.numerics import DECODE, encode, to_f32, transpose_into
 
 ROOM = 6  # 6 * 2^6 = 384: the largest e2m1 value times this is an e4m3 value
+LOWEST = -17  # 6 * 2^-17 and all below is rounded to zero
+#: [shifts, e2m1 codes]: e2m1 values times powers of two, in the last row times NaN; and which are not exact
+_VALUES = DECODE["e2m1"] * np.array([*(2.0**n for n in range(LOWEST, ROOM + 1)), np.nan], np.float32)[:, None]
+CODES = encode(_VALUES, "e4m3")
+INEXACT = (DECODE["e4m3"][CODES] != _VALUES) & ~np.isnan(_VALUES)
 
 
 def place_tiles(
@@ -63,14 +68,14 @@ def place_mxfp4(
         every = slice(first, first + step * rows, step)
         for strip in range(0, rows, 128):
             pairs, exponents = (x[m, every][strip : strip + 128] for x in (nibbles, scales))
-            fours = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(*exponents.shape, 32)
-            bases = _bases(np.any(fours & 7, axis=-1), exponents.astype(np.int32))
+            nibbles_of = np.stack((pairs & 15, pairs >> 4), axis=-1).reshape(*exponents.shape, 32)
+            bases = _bases(np.any(nibbles_of & 7, axis=-1), exponents.astype(np.int16))
             tiles[strip // 128, : len(bases)] = np.ldexp(np.float32(1), bases - 127)
-            shifts = np.clip(exponents - np.repeat(bases, 4)[: exponents.shape[1]], -100, ROOM)
-            factors = np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), shifts))
-            values = DECODE["e2m1"][fours] * factors[..., None]
-            codes = encode(values, "e4m3")
-            rounded[target[0] + m] += np.count_nonzero((DECODE["e4m3"][codes] != values) & (values == values))
+            shifts = np.clip(exponents - np.repeat(bases, 4)[: exponents.shape[1]], LOWEST, ROOM) - LOWEST
+            shifts[exponents == 255] = len(CODES) - 1
+            index = (shifts.astype(np.uint16) * 16)[..., None] + nibbles_of
+            rounded[target[0] + m] += np.count_nonzero(INEXACT.take(index))
+            codes = CODES.take(index)
             part[strip : strip + len(pairs), : 2 * pairs.shape[1]] = codes.reshape(len(pairs), -1)
         _place(part, tiles, target[0] + m, target[1:3], out)
 
