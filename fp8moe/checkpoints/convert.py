@@ -32,6 +32,9 @@ QUANTIZATION: dict[str, dict[str, Any]] = {
     "block-fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
 }
+_E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+#: the two float32 values of every byte of MXFP4, in one element, so that they are looked up together
+PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1).view(np.complex64)[:, 0]
 #: what engines call the modules that are not quantised: transformers and SGLang the first, vLLM the second
 SKIPPED = ("modules_to_not_convert", "ignored_layers")
 
@@ -80,11 +83,9 @@ class Weight:
             wide = fp8moe.dequantize(codes.rowwise)[0]
         else:
             pairs = matrix.data.reshape(len(matrix.data), -1)
-            codes = np.stack((pairs & 15, pairs >> 4), axis=-1).view(ml_dtypes.float4_e2m1fn)
+            values = PAIRS.take(pairs).view(np.float32)
             scales = matrix.scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)  # type: ignore[union-attr]
-            wide = (codes.astype(np.float32).reshape(*scales.shape, 32) * scales[..., None]).reshape(
-                len(pairs), -1
-            )
+            wide = (values.reshape(*scales.shape, 32) * scales[..., None]).reshape(len(pairs), -1)
         if not np.isfinite(wide).all():
             raise ValueError(f"{self.tensor.name}: got NaN or infinity; wanted finite weights")
         return wide
