@@ -122,11 +122,6 @@ def enable(
     ) -> Tensor:
         return _multiply(self, hidden_states, top_k_index, top_k_weights, name)
 
-    def codes_forward(
-        self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
-        return _multiply_codes(self, hidden_states, top_k_index, top_k_weights, name)
-
     class ExpertParallel(EPImplementation):
         """Expert parallelism by `fp8moe.expert_parallel`."""
 
@@ -145,7 +140,7 @@ def enable(
             return _all_tokens(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
-    ALL_FP8_EXPERTS_FUNCTIONS.register(name, codes_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(name, experts_forward)
     EPImplementationInterface.register(name, ExpertParallel)
     for method in ("post_init", "set_experts_implementation"):  # the last steps of making and of setting
         _warn_after(method)
@@ -199,14 +194,18 @@ class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
             self._open = None
 
 
-def _multiply_codes(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str) -> Tensor:
+def _multiply_codes(
+    experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: LayerOptions, comm: Any
+) -> Tensor:
     """The forward of `FP8Experts`, whose parameters are a checkpoint's codes and scales, and are frozen."""
-    if not _options[name].precision.quantizes:
-        raise _unsupported_codes(experts, f"recipe {_options[name].recipe!r}")
-    options = {**_options[name].arguments, "activation": activation_of(experts)}
+    if not options.precision.quantizes:
+        raise _unsupported_codes(experts, f"recipe {options.recipe!r}")
     w13, w2 = _records_of(experts)
-    # transformers' own expert parallelism names the experts of other ranks num_experts: no expert
-    return moe_experts(x, w13, w2, ids, probs, **options)
+    if comm is None and getattr(experts, "_is_expert_parallel", False):
+        # transformers' own expert parallelism names the experts of other ranks num_experts
+        ids = torch.where(ids == experts.num_experts, -1, ids)
+    arguments = {**options.arguments, "activation": activation_of(experts)}
+    return moe_experts(x, w13, w2, ids, probs, **arguments, comm=comm)
 
 
 @torch.compiler.disable
@@ -306,6 +305,8 @@ _options: dict[str, LayerOptions] = {}
 
 
 def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, comm: Any = None) -> Tensor:
+    if hasattr(experts, "down_proj_scale_inv"):
+        return _multiply_codes(experts, x, ids, probs, _options[name], comm)
     options = {**_options[name].arguments, "activation": activation_of(experts)}
     masters = _OfExperts.masters(experts)
     first, number = next((name, len(w)) for name, w in masters.items())

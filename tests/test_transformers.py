@@ -716,6 +716,24 @@ def test_experts_in_fp8_have_no_copies():
     assert torch.equal(experts(x, ids, probs), -wanted)
 
 
+def test_experts_in_fp8_over_ranks():
+    """Over one rank; and ids that transformers' expert parallelism gives to experts of other ranks."""
+    from torch import distributed as dist
+
+    experts, _ = fp8_experts(128)
+    x, ids, probs, _ = routed(torch.bfloat16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        comm = fp8moe.torch.ProcessGroup(dist.group.WORLD)
+        assert torch.equal(adapter._multiply(experts, x, ids, probs, FP8, comm), experts(x, ids, probs))
+    finally:
+        dist.destroy_process_group()
+    elsewhere = torch.rand(ids.shape) < 0.3
+    wanted = experts(x, torch.where(elsewhere, -1, ids), probs)
+    experts._is_expert_parallel = True
+    assert torch.equal(experts(x, torch.where(elsewhere, E, ids), probs), wanted)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
