@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import fp8moe
+from fp8moe.kernels_cuda.runtime.compiler import cache_folder_name
 
 #: modules that exist both in `fp8moe.reference` and in `fp8moe.kernels_cuda`
 ROOMS = (
@@ -49,6 +50,7 @@ def report() -> str:
         lines.append(f"{package:12} {_version(package) or 'not installed'}")
     cupy = next((p for p in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if _version(p)), None)
     lines.append(f"{'cupy':12} {f'{_version(cupy)} ({cupy})' if cupy else 'not installed'}")
+    lines.append(f"{'cache':12} {cache_folder_name()}")
     lines += ["", "devices", *_devices(), "", "backends"]
     lines.append(f"  reference     {_try(_load_reference)}")
     if cupy is None:

@@ -39,10 +39,11 @@ def test_help_names_every_verb():
     assert fp8moe.__version__ in call("--version").stdout
 
 
-def test_info(capsys):
+def test_info(capsys, monkeypatch):
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", "/a/cache")
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for words in ("numpy", "reference +works", r"fp8moe\.torch +works", "devices"):
+    for words in ("numpy", "reference +works", r"fp8moe\.torch +works", "devices", "cache +/a/cache\n"):
         assert re.search(words, text)
 
 
