@@ -21,10 +21,10 @@ class _Compiled(NamedTuple):
     """What the command prints of a source's variant, or of a kernel of Numba's."""
 
     source: str
-    defines: tuple[str, ...]
+    defines: tuple[str, ...]  # of Numba's its arguments' types
     architecture: str
     seconds: float
-    kernels: list[tuple[str, int, int, int]]  # see `usage`; those of Numba's have none
+    kernels: list[tuple[str, int, int, int]]  # see `compiler.usage`; not of Numba's
     error: str = ""
 
 
@@ -62,7 +62,7 @@ def main(architectures: list[str] | None, as_json: bool = False) -> int:
     if as_json:
         told = {"nvrtc": version, "cache": compiler.cache_folder_name(), "seconds": round(seconds, 1)}
         told |= {"kernels": kernels, "spilling": spilling, "failed": failed}
-        print(json.dumps({**told, "rows": [row._asdict() for row in rows]}))
+        print(json.dumps({**told, "rows": [_described(row) for row in rows]}))
     else:
         failures = f"{failed} variants of sources that do not compile, {seconds:.0f} s"
         print(f"{kernels} kernels, {spilling} with spills, {failures}")
@@ -104,8 +104,13 @@ def _compiled_plan(number: int, architecture: str) -> _Compiled:
     except Exception as failure:  # it may be any of Numba's
         error = f"{type(failure).__name__}: {failure}"
     label = f"plan.{kernel.__name__}"
-    types = tuple(k for k in kinds if isinstance(k, str))[:1]
+    types = tuple(k for k in kinds if isinstance(k, str))
     return _Compiled(label, types, architecture, time.perf_counter() - start, [], error)
+
+
+def _described(row: _Compiled) -> dict[str, Any]:
+    names = "name", "registers", "spill_bytes", "shared_bytes"
+    return {**row._asdict(), "kernels": [dict(zip(names, k, strict=True)) for k in row.kernels]}
 
 
 def _print_row(row: _Compiled) -> None:

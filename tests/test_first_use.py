@@ -65,7 +65,10 @@ class Compiler:
             self.now -= 1
         if path.stem in self.failing:
             raise compiler.CompileError(f"kernels_cuda/{path.name}(1): error: no")
-        return b"code of " + path.stem.encode(), ""
+        return (
+            b"code of " + path.stem.encode(),
+            "Compiling entry function 'f'\nUsed 9 registers, 4 bytes smem",
+        )
 
     def compile_numba(self, kernel, kinds, architecture):
         with self._lock:
@@ -246,9 +249,11 @@ def test_the_command_fills_the_cache_that_a_first_step_reads(first, monkeypatch,
         assert compile_all._compiled_plan(number, "sm_90a").error == ""
     assert fp8moe_main("compile", "--arch", "sm_90a", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["failed"], told["spilling"]) == (0, 0)
-    assert told["cache"] == os.environ["FP8MOE_CACHE_DIR"]
     variants = {(p.name, tuple(d)) for p in compiler.sources("sm_90a") for d in compiler.variants(p)}
+    assert (told["failed"], told["spilling"], told["kernels"]) == (0, 0, len(variants))
+    kernel = {"name": "f", "registers": 9, "spill_bytes": 0, "shared_bytes": 4}
+    assert [row["kernels"] for row in told["rows"]].count([kernel]) == len(variants)
+    assert told["cache"] == os.environ["FP8MOE_CACHE_DIR"]
     rows = {(row["source"], tuple(row["defines"])) for row in told["rows"]}
     assert variants < rows
     assert {source for source, _ in rows - variants} >= {"plan._place_entries", "plan._count_mask_words"}
