@@ -111,7 +111,12 @@ PUBLIC = [n for n in fp8moe.__all__ if n.islower() and any(hasattr(module, n) fo
 
 
 @pytest.mark.parametrize(
-    "verb", [*PUBLIC, "local_ids", "pack_rows", "quantize_and_pack", "rank_mask", "unpack_rows"]
+    "verb",
+    [
+        *PUBLIC,
+        *("local_ids", "pack_rows", "quantize_and_pack", "rank_mask", "unpack_rows"),
+        *("place_tiles", "place_mxfp4"),
+    ],
 )
 def test_selftest_detects_one_wrong_value(verb, monkeypatch):
     assert detects(monkeypatch, one_value, verb)

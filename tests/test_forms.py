@@ -103,9 +103,12 @@ def test_gate_and_up_apart(backend, monkeypatch, kind, case):
     assert listed.columnwise is None
     for a, b in zip(arrays_in(listed.rowwise), arrays_in(stacked.rowwise), strict=True):
         np.testing.assert_array_equal(backend.download(a), backend.download(b))
-    back, scales_back = fp8moe.to_block_fp8(stacked, parts=2, rows=height, columns=width)
-    for a, b in zip((*back, *scales_back), (*pair, *map(factors_of, scales)), strict=True):
-        np.testing.assert_array_equal(backend.download(a), b)
+    dtype = "float32" if kind == "powers" else kind
+    for q in (stacked, fp8moe.Quantized(None, stacked.columnwise)):
+        sizes = {"rows": height, "columns": width, "scale_dtype": dtype}
+        for back, part in zip(fp8moe.to_block_fp8(q, parts=2, **sizes), (pair, scales), strict=True):
+            for a, b in zip(map(backend.download, back), part, strict=True):
+                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
 @everywhere

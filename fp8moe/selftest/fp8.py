@@ -151,3 +151,28 @@ def compare_layouts(i: Inputs, scales: Any, ready: Any, mx: Any, blocked: Any, b
     wanted[at] = mx
     equal(blocked.reshape(-1), wanted, "blocked_128x4")
     equal(back, mx, "from blocked_128x4")
+
+
+def forms(codes: Any, scale_inv: Any, blocks: Any, exponents: Any) -> tuple[Any, ...]:
+    w = fp8moe.from_block_fp8(codes, scale_inv, parts=2, rows=128)
+    mx, rounded = fp8moe.from_mxfp4(blocks, exponents, parts=2, interleaved=True, rows=128)
+    return w, fp8moe.to_block_fp8(w, parts=2, rows=96), mx, rounded
+
+
+def compare_forms(i: Inputs, w: Quantized, back: Any, mx: Quantized, rounded: np.ndarray) -> None:
+    codes = i.codes.reshape(EXPERTS, 2, 96, HIDDEN)
+    for part in range(2):
+        equal(back[0][part], codes[:, part], "codes of block FP8")
+        equal(back[1][part], i.scale_inv[:, part], "scales of block FP8")
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = np.stack((i.blocks & 15, i.blocks >> 4), axis=-1).reshape(EXPERTS, 96, 2, HIDDEN)
+    values = np.where(nibbles & 8, -1, 1) * numbers[nibbles & 7]
+    values *= np.exp2(i.exponents.astype(np.float64) - 127).reshape(EXPERTS, 96, 2, -1).repeat(32, axis=3)
+    equal(rounded, np.zeros(EXPERTS, np.int32), "rounded values of MXFP4")
+    for q, wanted in ((w, None), (mx, values.swapaxes(1, 2))):
+        padded = fp8moe.dequantize(q.rowwise).reshape(EXPERTS, 2, 128, HIDDEN)
+        if wanted is not None:
+            equal(padded[:, :, :96], wanted, "values of MXFP4")
+        equal(padded[:, :, 96:], np.zeros((EXPERTS, 2, 32, HIDDEN)), "rows that are filled up")
+        equal(q.columnwise.data, q.rowwise.data.swapaxes(1, 2), "transposed codes")
+        equal(q.columnwise.scales, q.rowwise.scales.swapaxes(1, 2), "transposed scales")

@@ -45,6 +45,11 @@ class Inputs:
         self.probs = rng.random((TOKENS, TOPK)).astype(np.float32)
         self.w13 = (rng.standard_normal((EXPERTS, 2 * FFN, HIDDEN)) / HIDDEN**0.5).astype(bf16)
         self.w2 = (rng.standard_normal((EXPERTS, HIDDEN, FFN)) / FFN**0.5).astype(bf16)
+        # gate and up of 96 rows: block FP8 with tiles of each, and MXFP4
+        self.codes = rng.integers(0, 0x7F, (EXPERTS, 192, HIDDEN), np.uint8)
+        self.scale_inv = rng.lognormal(-4, 1, (EXPERTS, 2, 1, HIDDEN // 128)).astype(np.float32)
+        self.blocks = rng.integers(0, 256, (EXPERTS, 192, HIDDEN // 2), np.uint8)
+        self.exponents = rng.integers(110, 124, (EXPERTS, 192, HIDDEN // 32), np.uint8)
         self.dy = rng.standard_normal((TOKENS, HIDDEN)).astype(bf16)
         # blocks of many magnitudes, hence of many scales
         powers = np.exp2(rng.integers(-6, 7, (TOKENS, HIDDEN // 128))).astype(bf16)

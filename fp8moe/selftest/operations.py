@@ -16,9 +16,11 @@ from fp8moe.selftest.experts import (
 )
 from fp8moe.selftest.fp8 import (
     check_formats,
+    compare_forms,
     compare_layouts,
     compare_quantized,
     compare_transposed,
+    forms,
     layouts,
     quantized,
     transposed,
@@ -36,6 +38,7 @@ OPERATIONS = {
     "quantize": Check("spread w13 spoilt", quantized, compare_quantized, 0.0),
     "transpose": Check("spread ids", transposed, compare_transposed, 0.0),
     "layouts of scales": Check("spread", layouts, compare_layouts, 0.0),
+    "forms of checkpoints": Check("codes scale_inv blocks exponents", forms, compare_forms, 0.0),
     "activations": Check("h32 x32 dy32 row_probs", activations, compare_activations, 1e-5),
     # float32 rounding changes a code by at most one, 2^-3 of its value
     "activations to FP8": Check("h dy row_probs", activated_codes, compare_activated_codes, 2.0**-8, 2.0**-3),
