@@ -485,6 +485,9 @@ def test_refusals(tmp_path, capsys, case):
             "wanted an index of all",
         ),
         (lambda folder, path: (folder / "config.json").unlink(), "wanted the model's configuration"),
+        (lambda folder, path: (folder / "config.json").write_text("{"), "config.json: got what is no JSON"),
+        (lambda folder, path: (folder / "config.json").write_text("[]"), "config.json: got a list"),
+        (lambda folder, path: (folder / shards.INDEX).write_text("{}"), "got no weight_map"),
         (lambda folder, path: (folder / "model.safetensors.index.json").unlink(), "wanted one of them"),
     ],
 )

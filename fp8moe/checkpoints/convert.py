@@ -19,7 +19,15 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.checkpoints.shards import INDEX, Tensor, Writer, read_checkpoint, read_header, write_text
+from fp8moe.checkpoints.shards import (
+    INDEX,
+    Tensor,
+    Writer,
+    read_checkpoint,
+    read_header,
+    read_object,
+    write_text,
+)
 from fp8moe.formats import ceil_div, swapped
 
 FORMS = ("block-fp8", "bf16", "mxfp8")
@@ -157,7 +165,7 @@ def _read_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     if not path.is_file():
         raise ValueError(f"{path}: got no file; wanted the model's configuration")
-    config = json.loads(path.read_text())
+    config = read_object(path)
     for name, part in config.items():
         if isinstance(part, dict) and "quantization_config" in part:
             raise ValueError(
@@ -170,7 +178,7 @@ def _read_config(source: Path) -> dict[str, Any]:
             f"{path}: got quantization_config with quant_method {method!r} and weight_block_size {size}; "
             "wanted 'fp8' with [128, 128], 'mxfp4', or none"
         )
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def _weights(every: dict[str, Tensor]) -> dict[str, Weight]:
@@ -205,8 +213,8 @@ def _weights(every: dict[str, Tensor]) -> dict[str, Weight]:
             "IN: got no experts; wanted tensors named *.experts.0.down_proj.weight, *.experts.down_proj or "
             "*.experts.down_proj_blocks"
         )
-    scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
-    for name in every.keys() - weights.keys() - scales:
+    of_weights = {weight.scales.name for weight in weights.values() if weight.scales is not None}
+    for name in every.keys() - weights.keys() - of_weights:
         if ".experts." in name and len(every[name].shape) > 1 and not name.endswith("bias"):
             raise ValueError(
                 f"{name}: got {every[name].dtype} {list(every[name].shape)}, in experts; wanted weights of a "

@@ -99,12 +99,25 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {tensor.name: tensor for tensor in tensors}, metadata
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: got what is no JSON ({error}); wanted an object") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: got a {type(found).__name__}; wanted an object")
+    return found
+
+
 def read_checkpoint(folder: Path) -> dict[str, dict[str, Tensor]]:
     """Tensors by name, of each file by its name."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: got no folder; wanted one with {INDEX} or {SINGLE}")
     if (folder / INDEX).exists():
-        places = json.loads((folder / INDEX).read_text())["weight_map"]
+        places = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise ValueError(f"{folder / INDEX}: got no weight_map; wanted the file of each tensor")
     elif (folder / SINGLE).exists():
         return {SINGLE: read_header(folder / SINGLE)[0]}
     else:
