@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
+import itertools
 import os
 import statistics
 import time
@@ -72,24 +74,17 @@ def main(words: list[str] | None = None) -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: got cuda, which torch does not find; wanted cpu, to try the program")
     shapes, rounds = (QUICK, 3) if given.quick else (SHAPES, ROUNDS)
-    wrong = 0
+    failures: list[int] = []
     if "RANK" in os.environ:
-        measurements = over_ranks(given.device, shapes)
+        measured = over_ranks(given.device, shapes)
     else:
-        measurements = []
-        if "layer" in given.part:
-            for shape in shapes:
-                print(f"\nlayer, {described(shape)}", flush=True)
-                steps, failures = checked_steps(replace(LAYER, **PART), shape, given.device)
-                wrong += failures
-                calls = [call for contender, step, _ in steps for call in calls_of_step(contender, step)]
-                report(calls, described(shape), given.device, rounds, given.out)
-                del steps, calls
-        if "operations" in given.part:
-            measurements = [(call.shape, [call]) for call in operations(given.device, given.quick)]
-    for shape_of_calls, calls in measurements:
-        report(calls, shape_of_calls, given.device, rounds, given.out)
-    return 1 if wrong else 0
+        measured = itertools.chain(
+            layers(given.device, shapes if "layer" in given.part else [], failures),
+            operations(given.device, given.quick) if "operations" in given.part else [],
+        )
+    for shape, calls in measured:
+        report(calls, shape, given.device, rounds, given.out)
+    return 1 if any(failures) else 0
 
 
 # ---------------------------------------------------------------- the layer
@@ -211,10 +206,28 @@ class Call(NamedTuple):
 
     name: str
     run: Callable[[], Any]
-    shape: str = ""
     graph_us: Callable[[], float | None] = lambda: None
     versions: Callable[[], dict[str, str]] = dict
     count: int = SUSTAINED_CALLS
+
+
+#: a shape, and what is timed in turn
+Calls = tuple[str, Sequence[Call]]
+
+
+def layers(device: str, shapes: Sequence[tuple[int, ...]], failures: list[int]) -> Iterator[Calls]:
+    """failures: is extended by the number of wrong results, and of failures of torch and of this library."""
+    part = replace(LAYER, **PART)
+    if missing := [f"{c.name} ({c.install})" for c in part.contenders if c.missing()]:
+        print("not installed here:", *missing, sep="\n  ")
+    for shape in shapes:
+        print(f"\nlayer, {described(shape)}", flush=True)
+        steps, wrong = checked_steps(part, shape, device)
+        failures.append(wrong)
+        yield (
+            described(shape),
+            [call for contender, step, _ in steps for call in calls_of_step(contender, step)],
+        )
 
 
 def calls_of_step(contender: Contender, step: Any) -> Iterator[Call]:
@@ -249,7 +262,7 @@ def graph_us(contender: Contender, run: Callable[[], Any]) -> float | None:
 # ---------------------------------------------------------------- operations
 
 
-def operations(device: str, quick: bool) -> Iterator[Call]:
+def operations(device: str, quick: bool) -> Iterator[Calls]:
     tokens, count, hidden = (64, 8, 256) if quick else (TOKENS, EXPERTS, HIDDEN)
     topk = min(TOPK, count)
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
@@ -259,7 +272,6 @@ def operations(device: str, quick: bool) -> Iterator[Call]:
     rows = tokens * topk + count * 16
     offsets = torch.arange(0, tokens + 1, tokens // 8, device=device, dtype=torch.int32)
     shape = f"{tokens} x {hidden}"
-    permuted_shape = f"{shape}, {count} experts, top-{topk}"
 
     def permute(x: torch.Tensor) -> Any:
         return fp8moe.torch.permute_and_pad(
@@ -272,31 +284,40 @@ def operations(device: str, quick: bool) -> Iterator[Call]:
         return torch.autograd.grad(permute(differentiable).data, differentiable, grad)
 
     q, of_torch = fp8moe.quantize(x), fp8moe.torch.quantize(x)
-    yield Call("permute+pad bf16, plan and rows", lambda: permute(x), permuted_shape)
-    yield Call("permute+pad bf16, for autograd", lambda: permute(differentiable), permuted_shape)
-    yield Call("permute+pad bf16, forward and backward", permute_and_back, permuted_shape)
-    yield Call("quantize 1x128", lambda: fp8moe.torch.quantize(x), shape)
-    yield Call("quantize 1x128, out=", lambda: fp8moe.quantize(x, out=q), shape)
-    yield Call("dequantize", lambda: fp8moe.dequantize(q, dtype="bfloat16"), shape)
-    yield Call(
-        "scaling_aware_transpose", lambda: fp8moe.torch.scaling_aware_transpose(of_torch, offsets), shape
+    yield (
+        f"{shape}, {count} experts, top-{topk}",
+        [
+            Call("permute+pad bf16, plan and rows", lambda: permute(x)),
+            Call("permute+pad bf16, for autograd", lambda: permute(differentiable)),
+            Call("permute+pad bf16, forward and backward", permute_and_back),
+        ],
+    )
+    yield (
+        shape,
+        [
+            Call("quantize 1x128", lambda: fp8moe.torch.quantize(x)),
+            Call("quantize 1x128, out=", lambda: fp8moe.quantize(x, out=q)),
+            Call("dequantize", lambda: fp8moe.dequantize(q, dtype="bfloat16")),
+            Call("scaling_aware_transpose", lambda: fp8moe.torch.scaling_aware_transpose(of_torch, offsets)),
+        ],
     )
     few = min(256, tokens)
     w = fp8moe.quantize_weights(torch.randn(8, 512, 256, device=device).bfloat16())
     small = fp8moe.quantize(x[:few, :256].contiguous())
     ends = torch.arange(0, few + 1, few // 8, device=device, dtype=torch.int32)
-    shape = f"{few} x 512 x 256, 8 experts"
-    yield Call("grouped_gemm fp8", lambda: fp8moe.grouped_gemm(small, w.rowwise, ends), shape)
+    run = partial(fp8moe.grouped_gemm, small, w.rowwise, ends)
+    yield f"{few} x 512 x 256, 8 experts", [Call("grouped_gemm fp8", run)]
 
 
 # ---------------------------------------------------------------- expert parallelism
 
 
-def over_ranks(device: str, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[str, list[Call]]]:
+def over_ranks(device: str, shapes: Sequence[tuple[int, ...]]) -> Iterator[Calls]:
     """The layer and dispatch over the ranks that torchrun started, which share each shape's experts. The host
     time includes the wait for the rows' counts."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as in `exchange`
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     comm = fp8moe.torch.ProcessGroup()
     for shape in shapes:
@@ -354,6 +375,8 @@ def host_times(calls: Sequence[Call], device: str, rounds: int) -> list[tuple[fl
     """(sustained, alone): median seconds of each call."""
     for call in calls:  # records it
         seconds(call.run, 2, device)
+    if device == "cuda":  # no call is timed while Numba compiles the loop that launches
+        importlib.import_module("fp8moe.kernels_cuda.runtime.replay").LOOP.compile().wait()
     alone: list[list[float]] = [[] for _ in calls]
     sustained: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
