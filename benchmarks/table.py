@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fp8moe import info
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -319,6 +321,27 @@ def _memory() -> str:
     return "\n".join(lines) + "\n"
 
 
+#: of the layer in the table of computed bytes: tokens, hidden, ffn, experts, top-k
+SIZES = 16_384, 2048, 768, 128, 8
+
+
+def _computed() -> str:
+    """What `fp8moe.memory` predicts, and what the leanest layers in bfloat16 save."""
+    tokens, hidden, ffn, experts, topk = SIZES
+    bf16 = 2 * tokens * hidden + 4 * topk * tokens * ffn
+    columns = info.MEMORY_COLUMNS
+    lines = [
+        f"Computed by `python -m fp8moe info --memory {' '.join(map(str, SIZES))}`, in MiB. {tokens:,} "
+        f"tokens, {hidden} x {ffn}, {experts} experts top-{topk}; 2 T H + 4 k T F is {bf16 / 2**20:.0f} MiB.",
+        "",
+        "| layer | " + " | ".join(name.replace("_", " ") for name in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+    ]
+    for name, of in info.memory_rows(SIZES).items():
+        lines.append(f"| {name} | " + " | ".join(f"{getattr(of, c) / 2**20:.0f}" for c in columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def _training() -> str:
     """Final losses of `examples/train_moe_torch.py`, by seed."""
     reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("train-moe-h200-seed*.json"))]
@@ -529,6 +552,7 @@ _MADE: dict[str, Callable[[], str]] = {
     "headline": _headline,
     "links": _links,
     "memory": _memory,
+    "memory-computed": _computed,
     "picture": _picture,
     "picture-caption": _caption,
     "casts": _casts,

@@ -8,6 +8,7 @@ import fp8moe.runtime.main_interpreter  # noqa: F401 - raises in others, before 
 from fp8moe import fsdp
 from fp8moe._version import __version__
 from fp8moe.activation import Activation
+from fp8moe.layer.memory import LayerMemory, memory
 from fp8moe.layer.moe import (
     moe_backward,
     moe_backward_input,
@@ -50,6 +51,7 @@ from fp8moe.runtime.interop import BackendUnavailable
 __all__ = [
     "Activation",
     "BackendUnavailable",
+    "LayerMemory",
     "MoEGrads",
     "PermutationPlan",
     "Permuted",
@@ -67,6 +69,7 @@ __all__ = [
     "fsdp",
     "grouped_gemm",
     "grouped_gemm_wgrad",
+    "memory",
     "moe_backward",
     "moe_backward_input",
     "moe_backward_weight",

@@ -43,7 +43,14 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder")
     demo.add_argument("--no-check", action="store_true", help="report only: exit code 0 for any losses")
 
-    verbs.add_parser("info", help="versions, devices, which backends and doors work, what to install")
+    info = verbs.add_parser("info", help="versions, devices, which backends and doors work, what to install")
+    info.add_argument(
+        "--memory",
+        nargs=5,
+        type=_positive,
+        metavar=("TOKENS", "HIDDEN", "FFN", "EXPERTS", "TOPK"),
+        help="instead: the bytes that a layer of these sizes holds, by recipe and options",
+    )
 
     selftest = verbs.add_parser("selftest", help="check every operation against independent arithmetic")
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
@@ -138,7 +145,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from fp8moe import info
 
-    print(info.report())
+    print(info.memory_report(tuple(arguments.memory)) if arguments.memory else info.report())
     return 0
 
 

@@ -70,6 +70,38 @@ def report() -> str:
     return "\n".join(lines)
 
 
+#: rows of `memory_rows`
+_FORMS: tuple[dict[str, str], ...] = (
+    *({"recipe": "bf16"}, {"recipe": "fp8_blockwise"}, {"recipe": "fp8_flow"}),
+    {"recipe": "fp8_flow", "save": "fp8"},
+    {"recipe": "fp8_flow", "recompute": "moe_expert"},
+    {"recipe": "fp8_flow", "save": "fp8", "weight_copies": "rowwise"},
+)
+
+
+def memory_rows(sizes: tuple[int, int, int, int, int]) -> dict[str, fp8moe.LayerMemory]:
+    """`fp8moe.memory` of a layer in the recipes and their options, by their names."""
+    return {
+        ", ".join([form["recipe"], *(f"{n}={v}" for n, v in form.items() if n != "recipe")]): fp8moe.memory(
+            *sizes,
+            **form,  # type: ignore[arg-type]
+        )
+        for form in _FORMS
+    }
+
+
+MEMORY_COLUMNS = ("saved", "x", "h", "a", "copies", "copies_saved", "forward", "backward", "peak")
+
+
+def memory_report(sizes: tuple[int, int, int, int, int]) -> str:
+    """`memory_rows` as text, in MiB."""
+    head = "".join(f"{name.replace('_', ' '):>14}" for name in MEMORY_COLUMNS)
+    lines = [f"{'MiB, without master weights':48}{head}"]
+    for name, of in memory_rows(sizes).items():
+        lines.append(f"{name:48}" + "".join(f"{getattr(of, c) / 2**20:14.1f}" for c in MEMORY_COLUMNS))
+    return "\n".join(lines)
+
+
 def _load_door(door: str, fix: str) -> None:
     importlib.import_module(f"fp8moe.{door}")
     # CuPy imports without NCCL's library, and stands in for the module that needs it

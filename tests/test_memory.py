@@ -1,16 +1,20 @@
-"""What a layer saves for its backward: h in FP8, whose error has a derived bound."""
+"""What a layer saves for its backward, predicted and held; h in FP8, whose error has a derived bound."""
 
+import argparse
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from backends import over
 from cases import ACTIVATIONS, BF16, GPT_OSS, SEED, assert_same, generator, layer_inputs, same_bits, values
 
 import fp8moe
 from fp8moe import Activation, Quantized, QuantTensor
+from fp8moe.__main__ import main
 from fp8moe.layer.permuted_rows import PlacedRows
+from fp8moe.layer.recipes import RECIPES
 from fp8moe.ops.bias import raw_expert_sums, sums_of_chunks
 from fp8moe.ops.swiglu import (
     coded_h,
@@ -19,6 +23,9 @@ from fp8moe.ops.swiglu import (
     transposed_y,
 )
 from fp8moe.runtime.dispatch import operation
+from fp8moe.runtime.record_trees import nbytes
+from fp8moe.torch import FP8FlowMoE
+from fp8moe.torch import memory as torch_memory
 
 RNG = generator()
 OTHERS = (*ACTIVATIONS[1:], Activation("quick_gelu"))
@@ -262,3 +269,117 @@ def test_altered_codes_of_h_are_refused():
             fp8moe.moe_backward(replace(saved, h=h), dy)
     with pytest.raises(TypeError, match=r"\bsaved\.h\b"):
         fp8moe.moe_backward(replace(plain, h=saved.h), dy)
+
+
+# ---------------------------------------------------------------- the account
+
+FORMS = [
+    *({"recipe": recipe, "recompute": again} for recipe in RECIPES for again in (None, "moe_expert")),
+    {"save": "fp8"},
+    {"save": "fp8", "weight_copies": "rowwise"},
+    {"recompute": "moe_expert", "weight_copies": "rowwise"},
+]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=lambda o: " ".join(map(str, o.values())))
+def test_account_is_what_a_layer_holds(options):
+    """By part, in bytes, for any gradients: the arrays of the record, and those of the gradients."""
+    for activation, gradients, with_bias in (
+        (Activation(), ("dx", "dprobs", "dw13", "dw2"), True),
+        (Activation("relu2"), ("dx", "dprobs", "dw13", "dw2"), False),
+        *((Activation(), of, False) for of in (("dx",), ("dw13",), ("dw2",), ("dx", "dw2"), ())),
+    ):
+        inputs, dy = layer_inputs(5, tokens=70, hidden=256, ffn=256, experts=5)
+        inputs["w13"] = inputs["w13"][:, : activation.columns(256)].copy()
+        bias = np.zeros((5, 512), np.float32) if with_bias else None
+        how = {**options, "activation": activation, "gradients": gradients}
+        _, saved = fp8moe.moe_forward(**inputs, **how, bias13=bias)
+        grads = fp8moe.moe_backward(saved, dy, gradients=gradients)
+        account = fp8moe.memory(70, 256, 256, 5, 2, bias13=with_bias, **how)
+        assert account.saved == saved.nbytes == sum(nbytes(getattr(account_part(saved), n)) for n in PARTS)
+        for name in PARTS:
+            assert getattr(account, name) == nbytes(getattr(account_part(saved), name)), name
+        copies = (saved.w13, saved.w2) if options.get("recipe") != "bf16" else ()
+        assert account.copies_saved == nbytes(*copies)
+        assert account.results == nbytes(grads)
+        both = [
+            fp8moe.quantize_weights(inputs[n], columnwise="weight_copies" not in options) for n in WEIGHTS
+        ]
+        assert account.copies == (0 if options.get("recipe") == "bf16" else nbytes(*both))
+        assert account.forward >= account.saved + dy.nbytes  # y
+        assert account.backward >= account.saved + account.results
+        assert account.peak == max(account.forward + account.copies, account.backward + account.copies_saved)
+
+
+WEIGHTS, PARTS = ("w13", "w2"), ("x", "h", "a", "probs", "routing")
+
+
+def account_part(saved):
+    return argparse.Namespace(**{n: getattr(saved, n, saved.plan) for n in PARTS})
+
+
+@pytest.mark.parametrize("options", FORMS[2:], ids=lambda o: " ".join(map(str, o.values())))
+def test_account_of_a_torch_layer(options):
+    """What autograd keeps, from the first storage to the last, of a layer whose widths are padded."""
+    ffn = 256 if options.get("recipe") == "fp8_blockwise" else 200
+    layer = FP8FlowMoE(256, ffn, 5, 2, **options)
+    x = torch.randn(70, 256, dtype=torch.bfloat16, requires_grad=True)
+    _, ids, probs = (t.detach() for t in layer.route(x))
+    kept = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = layer(x, ids, probs.requires_grad_())
+    masters = {w.untyped_storage().data_ptr() for w in layer.parameters()}
+    [account] = torch_memory(layer, 70).values()
+    held = sum(size for at, size in kept.items() if at not in masters)
+    assert held == account.saved + account.copies_saved
+    y.sum().backward()
+
+
+def test_account_of_a_large_layer():
+    """In closed form, at a published model's sizes: what is saved is at most T H + 2 k T F bytes of codes, a
+    half or less of the 2 T H + 4 k T F of the leanest layers in bfloat16, and what is held at once while dh
+    is made is da, and the codes of dh, twice, and of the activation."""
+    tokens, hidden, ffn, experts, topk = 16_384, 2048, 768, 128, 8
+    with_h, without = (fp8moe.memory(tokens, hidden, ffn, experts, topk, save=s) for s in ("fp8", "bf16"))
+    rows = tokens * topk + experts * 127 // 128 * 128  # padded
+    assert with_h.x == tokens * hidden * (1 + 4 / 128)
+    assert with_h.h <= 2 * rows * ffn * (1 + 4 / 128)
+    assert with_h.h == without.h * (1 + 4 / 128) / 2
+    assert with_h.a == 0
+    leanest = 2 * tokens * hidden + 4 * tokens * topk * ffn
+    padding = rows / (tokens * topk)
+    assert with_h.x + with_h.h <= leanest / 2 * (1 + 4 / 128) * padding
+    dh_and_a = with_h.h * (1 + (1 + 4 / 128**2) / (1 + 4 / 128)) + with_h.h / 2 / (1 + 4 / 128)
+    assert with_h.backward >= with_h.saved + with_h.h / (1 + 4 / 128) + dh_and_a
+
+
+def test_accounts_are_refused_by_name(capsys):
+    for arguments, options, kind, words in (
+        ((-1, 256, 256, 4, 2), {}, ValueError, "tokens: got -1"),
+        ((64, 0, 256, 4, 2), {}, ValueError, "hidden: got 0"),
+        ((64, 256, 256.0, 4, 2), {}, TypeError, "ffn: got float"),
+        ((64, 256, 256, 4, 2), {"dtype": "int8"}, ValueError, "dtype: got 'int8'"),
+        ((64, 256, 256, 4, 2), {"gradients": ("dy",)}, ValueError, "gradients: got"),
+        ((64, 256, 256, 4, 2), {"saves": "fp8"}, TypeError, "unexpected keyword argument 'saves'"),
+        ((64, 256, 256, 4, 2), {"dtype": "float32"}, TypeError, "x: got dtype float32"),
+    ):
+        with pytest.raises(kind, match=words):
+            fp8moe.memory(*arguments, **options)
+    with pytest.raises(ValueError, match="model: got one without an FP8FlowMoE"):
+        torch_memory(torch.nn.Linear(2, 2), 8)
+    with pytest.raises(NotImplementedError, match="model: got a layer with recipe='bf16'"):
+        torch_memory(FP8FlowMoE(256, 128, 2, 1, recipe="bf16"), 8)
+    with pytest.raises(TypeError, match="model: got int; wanted a Module"):
+        torch_memory(3, 8)
+    assert main(["info", "--memory", "4096", "2048", "768", "8", "2"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    saved = {line[:48].strip(): float(line[48:].split()[0]) for line in lines}
+    assert saved["fp8_flow"] == round(fp8moe.memory(4096, 2048, 768, 8, 2).saved / 2**20, 1)
+    assert saved["fp8_flow, save=fp8"] < saved["fp8_flow"] < saved["fp8_blockwise"] < saved["bf16"]
+    assert head.split()[4:] == ["saved", "x", "h", "a", "copies", "copies", "saved", *head.split()[11:]]
