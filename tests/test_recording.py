@@ -4,6 +4,7 @@ follow their tensors, and calls with options of different types have different p
 import ctypes
 import functools
 import importlib
+import itertools
 import sys
 import types
 import weakref
@@ -14,14 +15,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch_on_device
 from backends import only_on_cpu
 from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
 from benchmarks.calls import Counter
+from fp8moe.adapters.torch import functional, grouped
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.ops.quantize import times_overwritten
-from fp8moe.records import DeviceArray
 from fp8moe.runtime import dispatch, interop, recording
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
 from fp8moe.runtime.recording import Recording
@@ -30,55 +32,11 @@ RNG = generator()
 A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_size=4)
 
 
-class TorchOnDevice(interop.torch.Torch):
-    """Torch tensors in CPU memory treated as if they were on a device; with the same number of Python
-    calls."""
-
-    def view(self, x, name):
-        if not x.data_ptr() or not x.is_contiguous():
-            super().view(x, name)  # which this call rejects
-        dtype = interop.dtype_named(str(x.dtype).removeprefix("torch."), name)
-        return DeviceArray(x.data_ptr(), x.shape, dtype, 0, x)  # .numpy() would fix its memory
-
-    def empty(self, spec, device):
-        owner = torch.empty(*(spec.shape or ((),)), dtype=TORCH_DTYPES[spec.dtype])
-        return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, 0, owner)
-
-    def describe(self, arrays):
-        addresses, described = [], []
-        for x in arrays:
-            if type(x) is not torch.Tensor or not x.data_ptr() or not x.is_contiguous():
-                return None
-            addresses.append(x.data_ptr())
-            described.append((x.shape, NUMPY_DTYPES[x.dtype], x.data_ptr() & 15))
-        return 0, addresses, described
-
-    def prepare(self, device, arrays):
-        empty = functools.partial(torch.empty, device="cpu")
-        makers = []
-        for shape, dtype, _ in arrays:
-            makers.append(functools.partial(empty, *(shape or ((),)), dtype=TORCH_DTYPES[dtype]))
-        return int, makers  # the stream's address is 0
-
-    def stream(self, device):
-        return 0
-
-
-NUMPY_DTYPES = {
-    getattr(torch, name): interop.dtype_named(name, "")
-    for name in ("float32", "bfloat16", "uint8", "int32", "float8_e4m3fn")
-}
-TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
-
-
 @pytest.fixture
 def on_device(monkeypatch):
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
-    cuda_on_cpu.install(monkeypatch)
-    family, others = TorchOnDevice(), interop.framework_of_type
-    framework_of_type = functools.cache(lambda kind: family if kind is torch.Tensor else others(kind))
-    monkeypatch.setattr(interop, "framework_of_type", framework_of_type)
+    torch_on_device.install(monkeypatch)
 
 
 def tensor(x):
@@ -456,7 +414,7 @@ def test_number_of_recordings_is_limited(monkeypatch):
 def test_result_without_memory_raises(monkeypatch):
     x = torch.randn(3, 128)
     fp8moe.quantize(x)
-    monkeypatch.setattr(TorchOnDevice, "address", staticmethod(lambda made: 0))
+    monkeypatch.setattr(torch_on_device.TorchOnDevice, "address", staticmethod(lambda made: 0))
     dispatch.clear_recordings()
     with pytest.raises(TypeError, match="a result: got a Tensor without memory"):
         fp8moe.quantize(x)
@@ -482,8 +440,48 @@ def test_calls_of_python_functions_between_user_and_kernel():
     print(*(c.row() for c in counted), sep="\n")
     assert loading.loading_calls > 0 == first.loading_calls
     # two of them read FP8MOE_CHECK, by dispatch and by the check of the plan
-    assert 0 < len(first.names[: first.last]) <= 74
+    assert 0 < len(first.names[: first.last]) <= 80
     assert 0 < len(later.names[: later.last]) <= 12
+
+
+EXPERTS = ("fp8_flow", None, True), ("fp8_flow", "moe_expert", False), ("bf16", None, False)
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(("recipe", "recompute", "pair"), EXPERTS)
+def test_experts_like_earlier_ones_compute_what_the_core_does(monkeypatch, recipe, recompute, pair):
+    """Whole backwards, halves of them, and gradients that are added to others: bit for bit, and only the
+    first call is checked."""
+    checked, check = [], functional._checked
+    monkeypatch.setattr(functional, "_checked", lambda *a, **o: checked.append(a) or check(*a, **o))
+    monkeypatch.setattr(grouped, "on_hopper", lambda x: True)
+    options = {"recipe": recipe, "recompute": recompute}
+    counts = torch.tensor([3, 2], dtype=torch.int32)
+    for _ in range(2):  # in memory of torch, which is aligned
+        x, dy = (tensor(values(RNG, (5, 128), BF16)).clone() for _ in range(2))
+        w13, w2 = (tensor(values(RNG, (2, rows, 128), BF16)).clone() for rows in (256, 128))
+        w13 = (w13[:, :128].contiguous(), w13[:, 128:].contiguous()) if pair else w13
+        probs = torch.tensor(RNG.random(5, np.float32))
+        of_core = fp8moe.quantize_weights(w13) if pair else w13
+        wanted, saved = fp8moe.moe_forward_permuted(x, of_core, w2, counts, probs, **options)
+        backward = functools.partial(fp8moe.moe_backward, saved, dy, dtype="bfloat16")
+        g = backward(dw13=(None, None) if pair else None)
+        grads = [g.dx, g.dprobs, *(g.dw13 if pair else [g.dw13]), g.dw2]
+        weights = [*w13, w2] if pair else [w13, w2]
+        leaves = [t.requires_grad_() for t in (x, probs, *weights)]
+        given = x, w13, w2, counts, probs
+        y = fp8moe.torch.moe_experts_permuted(*given, **options)
+        assert torch.equal(y, wanted)
+        some = [torch.autograd.grad(y, part, dy, retain_graph=True) for part in (leaves[:2], leaves[2:])]
+        assert all(map(torch.equal, itertools.chain(*some), grads))
+        for again in (True, False):
+            y.backward(dy, retain_graph=again)
+            if again:
+                assert all(torch.equal(t.grad, grad) for t, grad in zip(leaves, grads, strict=True))
+        added = backward(dw13=tuple(grads[2:4]) if pair else grads[2], dw2=grads[-1])
+        for t, grad in zip(weights, [*(added.dw13 if pair else [added.dw13]), added.dw2], strict=True):
+            assert torch.equal(t.grad, grad)
+        assert len(checked) == 1
 
 
 def test_threads_share_recordings(monkeypatch):

@@ -719,8 +719,8 @@ def test_backend_and_limit_reach_the_products_of_both_directions(monkeypatch, re
         backends = []
         with monkeypatch.context() as patch:
             patch.setattr(layer_checks, "check_backend", lambda *arguments, **layer: None)
-            for module, name in ((moe, "forward"), (moe, "forward_permuted"), (fp8moe, "moe_backward")):
-                patch.setattr(module, name, without_backend(getattr(module, name), backends))
+            for name in ("experts_forward", "permuted_experts_forward", "experts_backward"):
+                patch.setattr(moe, name, without_backend(getattr(moe, name), backends))
             torch.compiler.reset()
             run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
             leaves = [t.clone().requires_grad_() for t in leaves]
@@ -819,9 +819,9 @@ def without_backend(function, backends):
         if isinstance(first, Saved):
             backends.append(("backward", *first.options.gemm.values()))
             return function(replace(first, options=free(first.options)), *arguments, **options)
-        *arrays, asked = arguments
+        *arrays, asked = arguments[:5]
         backends.append(("forward", *asked.gemm.values()))
-        y, saved = function(first, *arrays, free(asked), **options)
+        y, saved = function(first, *arrays, free(asked), *arguments[5:], **options)
         return y, replace(saved, options=asked)
 
     return call
@@ -869,3 +869,19 @@ def test_tensors_that_end_after_their_storage_raise(name, strided):
     if name in ("w13", "w2"):
         with pytest.raises(ValueError, match=r"^x: got shape .* was resized"):
             torch_ops.quantize_weights(arguments[name])
+
+
+def test_permuted_rows_of_other_numbers_have_their_own_gradients():
+    """Padded to as many rows as earlier ones, so that what is saved has the same shapes."""
+    x, w1, w3, w2, *_ = problem()
+    w13 = torch.cat((w1, w3), dim=1)
+    for rows in (5, 9, 7):
+        counts = torch.zeros(len(w2), dtype=torch.int32)
+        counts[:2] = torch.tensor([2, rows - 2])
+        leaf, probs = x[:rows].detach().bfloat16().requires_grad_(), torch.rand(rows)
+        dy = torch.randn(rows, x.shape[1]).bfloat16()
+        moe_experts_permuted(leaf, w13.detach(), w2.detach(), counts, probs).backward(dy)
+        codes = fp8moe.torch.quantize_fp8_weights(w13.detach(), w2.detach())
+        given = leaf.detach(), *codes, counts, probs
+        _, saved = fp8moe.moe_forward_permuted(*given, gradients=["dx"])
+        assert torch.equal(leaf.grad, fp8moe.moe_backward(saved, dy, gradients=["dx"]).dx)

@@ -241,7 +241,7 @@ def results_of_backward(
             "wanted backward(), or the experts in a function under torch.compiler.disable"
         )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=names_of(options.gradients))
-    dx, dprobs, *weight_grads, dbias13 = weight_gradients(backward, saved, mains, dtypes, options)
+    dx, dprobs, *weight_grads, dbias13 = weight_gradients(backward, mains, dtypes, bool(saved.later), options)
     grads = [_no_gradient(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
         ("w13", "w3", "w2"), weight_grads, mains, dtypes, targets.return_zeros, strict=True

@@ -20,7 +20,7 @@ from fp8moe import Quantized, QuantTensor
 from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters.torch.arguments import check_backend
 from fp8moe.adapters.torch.biases import add_bias, check_gathers_bias
-from fp8moe.adapters.torch.experts import experts
+from fp8moe.adapters.torch.experts import Like, experts, like_of
 from fp8moe.adapters.torch.grouped import by_public_operations, suits_public_operations
 from fp8moe.adapters.torch.operands import (
     Operands,
@@ -32,7 +32,7 @@ from fp8moe.adapters.torch.operands import (
 )
 from fp8moe.adapters.torch.operation import check_float, check_tensor, refuse_transforms
 from fp8moe.adapters.torch.stats import Collector
-from fp8moe.adapters.torch.weights import copies_of_function
+from fp8moe.adapters.torch.weights import copies_of_function, share_copies
 from fp8moe.layer.moe import experts_of
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS, RecipeName
@@ -156,8 +156,13 @@ def moe_experts(
     (100.0, 200.0)
     """
     operands = x, w13, w2, topk_ids, topk_probs, bias13, bias2, fp8_weights
-    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
-    return _checked("moe_experts", *operands, is_first_microbatch, options, comm=comm)
+    how = activation, recipe, recompute, save, backend, num_sms, weight_copies
+    like = None
+    if comm is None and is_first_microbatch is None:
+        like = _like(how, *operands)
+        if like is not None and like.known is not None:
+            return like.run()
+    return _checked("moe_experts", *operands, is_first_microbatch, LayerOptions(*how), comm=comm, like=like)
 
 
 def moe_experts_permuted(
@@ -253,8 +258,37 @@ def moe_experts_permuted(
         )
     checks.integer("align_size", align_size, 1)
     operands = x, w13, w2, tokens_per_expert, probs, bias13, bias2, fp8_weights
-    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
-    return _checked("moe_experts_permuted", *operands, is_first_microbatch, options, align_size=align_size)
+    how = activation, recipe, recompute, save, backend, num_sms, weight_copies
+    like = None
+    if is_first_microbatch is None:
+        like = _like((*how, align_size), *operands)
+        if like is not None and like.known is not None:
+            return like.run()
+    options = LayerOptions(*how)
+    of_call: dict[str, Any] = {"align_size": align_size, "like": like}
+    return _checked("moe_experts_permuted", *operands, is_first_microbatch, options, **of_call)
+
+
+def _like(
+    how: tuple[Any, ...],
+    x: Any,
+    w13: Any,
+    w2: Any,
+    ids: Any,
+    probs: Any,
+    bias13: Any,
+    bias2: Any,
+    fp8_weights: Any,
+) -> Like | None:
+    """As `like_of`. Codes that are given, copies that calls share and a bias of the second GEMM are looked
+    at in each call. how: `LayerOptions`' fields in their order, and further arguments."""
+    if torch.compiler.is_dynamo_compiling() or bias2 is not None or fp8_weights is not None or share_copies():
+        return None
+    pair = w13 if type(w13) is tuple and len(w13) == 2 else (w13, None)
+    how = *how, *map(type, how)  # 1 is a number of SMs, and True is not
+    if torch.is_autocast_enabled("cuda"):
+        how = *how, torch.get_autocast_dtype("cuda")
+    return like_of(how, x, (*pair, w2, bias13), ids, probs)
 
 
 def _checked(
@@ -272,6 +306,7 @@ def _checked(
     *,
     comm: Any = None,
     align_size: int = 0,
+    like: Like | None = None,
 ) -> Tensor:
     """`moe_experts`, or with an align_size `moe_experts_permuted`, which passes counts as ids."""
     refuse_transforms(name)
@@ -279,7 +314,7 @@ def _checked(
     check_tensor("tokens_per_expert" if align_size else "topk_ids", ids)
     check_float("probs" if align_size else "topk_probs", probs)
     quantizes = options.precision.quantizes
-    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, first, options, comm, align_size
+    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, first, options, comm, align_size, like
     device_type, dtype = x.device.type, torch.bfloat16 if quantizes else x.dtype
     if not torch.is_autocast_enabled(device_type):
         return _in_dtype(dtype, *operands)
@@ -305,6 +340,7 @@ def _in_dtype(
     options: LayerOptions,
     comm: Any,
     align_size: int,
+    like: Like | None,
 ) -> Tensor:
     """`_checked`, with the dtype in which the GEMMs multiply, outside of autocast."""
     recipe, halves = options.precision, halves_of(options.activation.kind)
@@ -321,7 +357,8 @@ def _in_dtype(
     if first is not None or (recipe.quantizes and fp8_weights is None):
         fp8_weights = _kept((x, probs, bias13), weights, fp8_weights, options, first)
     given = operands_of(weights, bias13, fp8_weights, options)
-    y = apply_experts(x, given, ids, probs, dtype, options, comm=comm, align_size=align_size, bias2=bias2)
+    of_call: dict[str, Any] = {"comm": comm, "align_size": align_size, "bias2": bias2, "like": like}
+    y = apply_experts(x, given, ids, probs, dtype, options, **of_call)
     return y.to(x.dtype).reshape(x.shape)
 
 
@@ -361,12 +398,13 @@ def apply_experts(
     announced: dict[str, Any] | None = None,
     handle: Tensor | None = None,
     collector: Collector | None = None,
+    like: Like | None = None,
 ) -> Tensor:
     """y [T, H] in ``dtype`` of tokens x [..., H], multiplied in this dtype: what the functions and the module
     have in common. Arguments as in `fp8moe.adapters.torch.experts.experts`.
     """
     hidden = x.shape[-1]
-    rows = x.reshape(-1, hidden).to(dtype).contiguous()
+    rows = (x if x.ndim == 2 else x.reshape(-1, hidden)).to(dtype).contiguous()
     if not align_size:
         for name, t in (("topk_ids", ids), ("topk_probs", probs)):
             if t.dim() < 2 or (t.dim() > 2 and x.dim() == 2):
@@ -376,7 +414,7 @@ def apply_experts(
                 raise ValueError(
                     f"{name}: got shape {list(t.shape)}; wanted [{wanted}], for x {list(x.shape)}"
                 )
-        ids, probs = ids.flatten(0, -2), probs.flatten(0, -2)
+        ids, probs = (t if t.ndim == 2 else t.flatten(0, -2) for t in (ids, probs))
     ids, probs = ids.contiguous(), probs.contiguous()
     if bias2 is not None and comm is not None:
         check_gathers_bias(comm)
@@ -385,7 +423,7 @@ def apply_experts(
     if suits_public_operations(rows, weights, options, comm):
         y = by_public_operations(rows, weights, ids, probs, options, **exchange)
     else:
-        exchange |= {"handle": handle, "collector": collector}
+        exchange |= {"handle": handle, "collector": collector, "like": like}
         y = experts(rows, weights, ids, probs, options, **exchange)
     if bias2 is not None:
         return add_bias(y, bias2, ids, probs, comm, align_size)

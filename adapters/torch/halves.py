@@ -17,10 +17,11 @@ from fp8moe.runtime.record_trees import arrays_in
 
 def asked_for(ctx: Any) -> list[bool]:
     """Whether the gradients of a node's input tensors are used, in the order of its function's arguments."""
-    return [node is not None and _runs(node) for node, _ in ctx.next_functions]
+    return [node is not None and runs(node) for node, _ in ctx.next_functions]
 
 
-def _runs(node: Any) -> bool:
+def runs(node: Any) -> bool:
+    """Whether the running backward runs a node of autograd's graph."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # raised for leaf tensors that were passed to torch.autograd.grad
@@ -29,7 +30,7 @@ def _runs(node: Any) -> bool:
 
 def is_asked_for(parameter: Tensor) -> bool:
     """Whether the running backward computes the gradient of a leaf tensor."""
-    return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
+    return runs(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def leaves_not_asked_for() -> list[Tensor]:
@@ -37,7 +38,7 @@ def leaves_not_asked_for() -> list[Tensor]:
     them: a compiled backward computes all of its gradients."""
     node: Any = torch._C._current_autograd_node()
     following = () if node is None else [f for f, _ in node.next_functions if hasattr(f, "variable")]
-    return [f.variable for f in following if not _runs(f)]
+    return [f.variable for f in following if not runs(f)]
 
 
 def keeps_graph() -> bool:

@@ -19,11 +19,13 @@ from fp8moe import RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.arguments import check_backend, handle_of
 from fp8moe.adapters.torch.configs import experts_of_model
+from fp8moe.adapters.torch.experts import Like, like_of
 from fp8moe.adapters.torch.functional import apply_experts
 from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
 from fp8moe.adapters.torch.operation import (
     check_float,
     check_tensor,
+    kinds_of,
     refuse_codes,
     refuse_partitioned,
     refuse_transforms,
@@ -56,6 +58,7 @@ from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS, Recipe, RecipeName
 from fp8moe.runtime import checks
+from fp8moe.runtime.dispatch import known, remember
 
 __all__ = ["FP8FlowMoE"]
 
@@ -465,16 +468,12 @@ class FP8FlowMoE(nn.Module):
         refuse_transforms("FP8FlowMoE")
         if is_first_microbatch is not None:
             is_first_microbatch = checks.flag("is_first_microbatch", is_first_microbatch)
-        check_float("x", x)
-        if x.shape[-1:] != (self.hidden,):
-            raise ValueError(
-                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
-            )
         weights = self.w13, self.w2  # read once: a parametrization may compute other values at each access
-        self._check_weights(*weights)
-        if self._options.limits_gemms and not torch.compiler.is_compiling():
-            self._check_backend(x)
-        tokens, announced = x.reshape(-1, self.hidden), None
+        if (how := self._how(x, *weights)) is None or known(how) is None:
+            self._check(x, *weights)
+            if how is not None:
+                remember(how, True)
+        tokens, announced = x if x.ndim == 2 else x.reshape(-1, self._hidden), None
         padding = padding_of_rows(padding_mask, x)
         if topk_ids is None or topk_probs is None:
             self._check_router()
@@ -486,6 +485,11 @@ class FP8FlowMoE(nn.Module):
                     "before the other two"
                 )
             tokens, topk_ids, topk_probs = routed
+        like = self._like(how, tokens, weights, topk_ids, topk_probs, is_first_microbatch)
+        if like is not None and like.known is not None:
+            return self._returned(like.run(), x)
+        if how is not None:  # of tensors whose kinds are known, whether they have memory
+            self._check(x, *weights)
         check_tensor("topk_ids", topk_ids)
         check_float("topk_probs", topk_probs)
         if self.router is None and topk_ids.shape[-1:] != (self._topk,):
@@ -496,9 +500,49 @@ class FP8FlowMoE(nn.Module):
         if padding is not None and topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
             topk_ids = topk_ids.masked_fill(padding[:, None], -1)
         compute = self._compute if torch.compiler.is_compiling() else self._compute_eagerly
-        y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced)
+        y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced, like)
+        return self._returned(y, x)
+
+    @staticmethod
+    def _returned(y: Tensor, x: Tensor) -> Tensor:
+        """y in x's dtype and shape."""
+        if y.dtype == x.dtype and x.ndim == 2:
+            return y
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
+
+    def _how(self, x: Any, w13: Any, w2: Any) -> tuple[Any, ...] | None:
+        """What decides whether `_check` passes, but for the tensors' memory; None where it has to look."""
+        if self._ranks.comm is not None or (kinds := kinds_of(x, w13, w2)) is None:
+            return None
+        return self._options, self._hidden, self._ffn, self._num_experts, *kinds
+
+    def _like(
+        self,
+        how: tuple[Any, ...] | None,
+        x: Tensor,
+        weights: tuple[Tensor, Tensor],
+        ids: Any,
+        probs: Any,
+        first: bool | None,
+    ) -> Like | None:
+        """`like_of` this layer's experts. how: from `_how`, of what `_check` has passed."""
+        if how is None or first is not None or self._collect_stats or self.router is None:
+            return None
+        state = weights_of(self)
+        if state.declared or state.copies is not None:
+            return None
+        return like_of(how, x, (weights[0], None, weights[1], None), ids, probs)
+
+    def _check(self, x: Tensor, w13: Tensor, w2: Tensor) -> None:
+        check_float("x", x)
+        if x.shape[-1:] != (self.hidden,):
+            raise ValueError(
+                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
+            )
+        self._check_weights(w13, w2)
+        if self._options.limits_gemms and not torch.compiler.is_compiling():
+            self._check_backend(x)
 
     def route(self, tokens: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, ...]:
         """Select the experts of tokens, in the forward; subclasses may override it.
@@ -656,21 +700,22 @@ class FP8FlowMoE(nn.Module):
         weights: tuple[Tensor, Tensor],
         first: bool | None,
         announced: dict[str, Any] | None,
+        like: Like | None,
     ) -> Tensor:
-        """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`."""
+        """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`. like:
+        from `_like`."""
         options, ranks = self._options, self._ranks
         own = _OfLayer.operands(self, weights)
         codes, collector, ffn = codes_of(self, weights, (x, probs), first), None, None
-        if codes is not None:
+        if options.precision.quantizes:
             if self._collect_stats and torch.compiler.is_compiling():
                 raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
             collector = self._collector if self._collect_stats else None
             ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
         operands = Operands(own, codes, ffn, weights)
         to_ranks = {"comm": ranks.comm, "announced": announced, "handle": self._handle}
-        return apply_experts(
-            x, operands, ids, probs, torch.bfloat16, options, collector=collector, **to_ranks
-        )
+        how: dict[str, Any] = {"collector": collector, "like": like, **to_ranks}
+        return apply_experts(x, operands, ids, probs, torch.bfloat16, options, **how)
 
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     _compute_eagerly = torch.compiler.disable(_compute)

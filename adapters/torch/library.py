@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -120,6 +121,7 @@ def _activation(kind: str, clamp: float | None, alpha: float, linear_offset: flo
     return _known_activation(kind, clamp, float(alpha), float(linear_offset))
 
 
+known_config: Any = functools.lru_cache(RouterConfig)
 _known_activation = functools.lru_cache(Activation)  # checks its fields
 
 
@@ -171,7 +173,7 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
         "int {}_topk, str {}_score_function, int {}_num_groups, int {}_topk_groups, bool {}_renormalize, "
         "float {}_scaling_factor",
         _router_arguments,
-        functools.lru_cache(RouterConfig),
+        known_config,
     ),
     LayerOptions: (
         "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset, str {}_recipe, "
@@ -478,8 +480,10 @@ def refuse_export(*inputs: Any) -> None:
     operators alone, whose results have none."""
     if not torch.is_grad_enabled():
         return
-    for t in inputs:  # the flag is read last: it takes two Python calls
-        if isinstance(t, Tensor) and t.requires_grad and _is_exporting():
+    for t in inputs:  # the flag is read last, and once: it takes two Python calls
+        if isinstance(t, Tensor) and t.requires_grad:
+            if not _is_exporting():
+                return
             raise NotImplementedError(
                 "torch.export: got tensors that require grad, whose gradients the exported program would "
                 "leave out; wanted none; export under torch.no_grad(), and run the program so"
@@ -490,9 +494,22 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
     """``function.apply`` as a single call in Dynamo's graph, which AOTAutograd traces. Dynamo itself loses
     symbolic sizes that a forward saves for backward (torch 2.13)."""
 
+    direct = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
     @torch.compiler.allow_in_graph
     def apply(*arguments: Any) -> Any:
         refuse_export(*arguments)
-        return function.apply(*arguments)
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*arguments)
+        return direct(*arguments)
 
     return apply
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[None]:
+    """A context without autocast on x's device; where there is none, nothing, which takes 7 us less."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
+_NOTHING = nullcontext()

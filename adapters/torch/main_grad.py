@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8moe.adapters.torch.arguments import Options
-from fp8moe.layer.saved import Saved, SavedForWeights
 
 OF_WEIGHTS = ("dw13", "dw13", "dw2")  # gradient names of w13 (or w1), w3 and w2
 
@@ -74,14 +73,13 @@ def shared_zeros(main: Tensor, dtype: torch.dtype) -> Tensor:
     return cached.detach()
 
 
-def weight_gradients(
-    backward: Any, source: Saved | SavedForWeights, targets: Any, dtypes: Any, options: Options
-) -> list[Tensor | None]:
+def weight_gradients(backward: Any, targets: Any, dtypes: Any, is_sum: bool, options: Options) -> list[Any]:
     """dx, dprobs, dw13 (or dw1), dw3, dw2 and dbias13; one with an entry in ``targets``, a ``main_grad`` or a
-    ``grad``, is added to it. backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
+    ``grad``, is added to it. backward: `fp8moe.moe_backward` of a record, or one of its halves. is_sum:
+    whether the gradients are sums over chunks."""
     target13, target3, target2 = targets
     # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
-    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later
+    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not is_sum
     g = backward(
         dw13=(target13, target3) if options.w13_is_pair else target13,
         dw2=target2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from fp8moe.adapters import needs
@@ -36,7 +35,8 @@ class Operands(NamedTuple):
 
     masters: w13, for "fp8_flow" possibly the pair (w1, w3), and w2: they get the gradients. None for one that
         was given as codes, which has no gradient.
-    codes: what the GEMMs read in place of the masters; None: the masters, in the rows' dtype.
+    codes: what the GEMMs read in place of the masters; None: the masters, in the rows' dtype, or codes that
+        the forward makes of them.
     ffn: F, if codes are padded with zeros and the masters are not.
     parameters: those that the masters are parts of, whose ``main_grad`` is used; None: the masters.
     bias13: as `fp8moe.moe_forward` takes it; its gradient is autograd's.
@@ -73,8 +73,8 @@ def operands_of(
     codes: Any = fp8_weights
     if fp8_weights is not None:
         _check_fp8_weights(fp8_weights, weights, halves)
-    else:
-        codes = _quantized(weights, halves, options.keeps_columnwise)
+    elif any(isinstance(w, Quantized) for w in weights):
+        codes = codes_now(weights, options)
     masters = [None if isinstance(w, Quantized) else w for w in weights]
     return Operands(masters, codes, ffn, bias13=bias13)
 
@@ -151,23 +151,38 @@ def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[A
         checks.shape(f"fp8_weights of {name}", codes, expected)
 
 
+def codes_now(weights: Sequence[Any], options: LayerOptions) -> tuple[Quantized, Quantized]:
+    """The codes of a forward's weights, made before it."""
+    return _quantized(weights, halves_of(options.activation.kind), options.keeps_columnwise)
+
+
 def _quantized(
-    weights: list[Any], halves: int, columnwise: bool, out: tuple[Quantized, Quantized] | None = None
+    weights: Sequence[Any], halves: int, columnwise: bool, out: tuple[Quantized, Quantized] | None = None
 ) -> tuple[Quantized, Quantized]:
     """FP8 codes of w13, or of the pair (w1, w3), and of w2, padded with zeros to a multiple of 128 of F."""
-    (w13, w2), (out13, out2) = weights, out or (None, None)
-    quantize: Any = partial(torch_ops.quantize_weights, columnwise=columnwise)
-    if is_gathered(w13):
-        w13 = quantized_of(w13, columnwise)
-    elif not isinstance(w13, Quantized):
+    w13, w2 = (quantized_of(w, columnwise) if is_gathered(w) else w for w in weights)
+    return quantized_by(torch_ops.quantize_weights, w13, w2, halves, columnwise, out=out or (None, None))
+
+
+def quantized_by(
+    quantize: Any,
+    w13: Any,
+    w2: Any,
+    halves: int,
+    columnwise: bool,
+    transposed: tuple[bool, bool] = (False, False),
+    out: tuple[Any, Any] = (None, None),
+) -> tuple[Quantized, Quantized]:
+    """`_quantized` by a function like `fp8moe.quantize_weights`. transposed: as there, of w13 and of w2."""
+    if not isinstance(w13, Quantized):
         tensors = w13 if isinstance(w13, tuple) else (w13,)
-        padding, _ = padding_of(len(tensors), len(tensors) * tensors[0].shape[1] // halves, halves)
-        w13 = quantize(w13, out=out13, **padding)
-    if is_gathered(w2):
-        w2 = quantized_of(w2, columnwise)
-    elif not isinstance(w2, Quantized):
-        _, padding = padding_of(1, w2.shape[2], halves)
-        w2 = quantize(w2, out=out2, **padding)
+        ffn = len(tensors) * tensors[0].shape[1 + transposed[0]] // halves
+        padding, _ = padding_of(len(tensors), ffn, halves)
+        padding |= {"transposed": transposed[0], "columnwise": columnwise}
+        w13 = quantize(w13, out=out[0], **padding)
+    if not isinstance(w2, Quantized):
+        _, padding = padding_of(1, w2.shape[2 - transposed[1]], halves)
+        w2 = quantize(w2, out=out[1], transposed=transposed[1], columnwise=columnwise, **padding)
     return w13, w2
 
 

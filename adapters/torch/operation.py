@@ -310,6 +310,20 @@ def check_tensor(name: str, x: Any, *, may_be_sharded: bool = False) -> None:
 _PLAIN = Tensor, nn.Parameter  # types of tensors that have a storage of their own
 
 
+def kinds_of(x: Any, *weights: Any) -> tuple[Any, ...] | None:
+    """What decides whether checks of these tensors pass, but for their memory: of x but its last dimension
+    only the number of dimensions. None in compiled code, and for tensors of other types."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    kinds: list[Any] = []
+    for t in (x, *weights):
+        if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_nested:
+            return None
+        kinds += (t.shape, t.dtype, t.device)
+    kinds[0] = x.ndim, x.shape[-1:]
+    return tuple(kinds)
+
+
 def check_float(name: str, x: Any, dimensions: int = 1, *, may_be_sharded: bool = False) -> None:
     """Checks for a tensor of values, not of codes, in memory, of at least this many dimensions; quantised
     weights are not checked. may_be_sharded: whether a DTensor is accepted."""
@@ -428,7 +442,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
         values = dict(ctx.values)
         for name, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
             fields = values[name]
-            values[name] = _plan_with(fields, tensor) if type(fields) is dict else tensor
+            values[name] = plan_with(fields, tensor) if type(fields) is dict else tensor
         values["node"] = ctx
         grads_by_argument = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
         returned: list[Any] = [None] * len(names)
@@ -460,7 +474,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
     return apply
 
 
-def _plan_with(fields: dict[str, Any], data: Tensor) -> PermutationPlan:
+def plan_with(fields: dict[str, Any], data: Tensor) -> PermutationPlan:
     """The plan of a forward, from its fields, which are not checked again, and its saved array."""
     plan: PermutationPlan = object.__new__(PermutationPlan)
     plan.__dict__.update(fields, data=data)

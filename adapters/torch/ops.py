@@ -26,8 +26,17 @@ import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad
 from fp8moe.adapters.torch.accumulation import accumulators_of, no_entries
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import OPERATORS, dispatch_modes, is_direct, operator, operator_of
+from fp8moe.adapters.torch.library import (
+    OPERATORS,
+    PLAIN,
+    dispatch_modes,
+    is_direct,
+    once_differentiable,
+    operator,
+    operator_of,
+)
 from fp8moe.adapters.torch.operation import (
+    DIFFERENTIABLE,
     Gradient,
     Values,
     check_float,
@@ -35,6 +44,7 @@ from fp8moe.adapters.torch.operation import (
     documented,
     is_recorded,
     operation,
+    plan_with,
     public,
     refuse_transforms,
     unrecorded,
@@ -154,7 +164,39 @@ permute = operation(
 )
 
 
+class _PlanAndPermute(torch.autograd.Function):
+    """`fp8moe.permute_and_pad` as one call, in eager mode. made: gets its result, whose tensors are those
+    that are returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, values: Values, made: list[Permuted]) -> Any:
+        moved = fp8moe.permute_and_pad(**values)
+        plan = moved.plan
+        ctx.save_for_backward(plan.data)
+        ctx.plan = vars(plan) | {"data": None}
+        made.append(moved)
+        return moved.data if probs is None else (moved.data, moved.probs)
+
+    @staticmethod
+    @torch.compiler.disable
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, probs: Tensor | None = None) -> Any:
+        plan = plan_with(ctx.plan, *ctx.saved_tensors)
+        probs = None if probs is None else probs.contiguous()
+        grads = _permute_backward.run(grad.contiguous(), plan, probs)
+        return grads[0], grads[1] if len(grads) > 1 else None, None, None
+
+
+_plan_and_permute_now = super(torch.autograd.Function, _PlanAndPermute).apply  # type: ignore[misc]
+
+
 def _plan_and_permute(values: Values) -> Permuted:
+    x, probs = values["x"], values["probs"]
+    plain = not torch.compiler.is_compiling() and is_direct(x) and (probs is None or type(probs) in PLAIN)
+    if plain and x.dtype in DIFFERENTIABLE:
+        made: list[Permuted] = []
+        _plan_and_permute_now(x, probs, values, made)
+        return made[0]
     routing, rows = values["routing_map"], values["num_out_tokens"]
     options = {"align_size": values["align_size"], "num_out_tokens": rows}
     if values["num_experts"] is None:

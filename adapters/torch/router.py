@@ -25,11 +25,18 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.adapters.torch.configs import experts_of_model
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import differentiable, once_differentiable, operator
+from fp8moe.adapters.torch.library import (
+    differentiable,
+    known_config,
+    once_differentiable,
+    operator,
+    without_autocast,
+)
 from fp8moe.adapters.torch.operation import (
     DIFFERENTIABLE,
     check_float,
     check_tensor,
+    kinds_of,
     mm_without_autocast,
     on_hopper,
     refuse_codes,
@@ -38,6 +45,8 @@ from fp8moe.adapters.torch.operation import (
 from fp8moe.adapters.torch.sharding import as_replica, local_of, own_part, replica_of
 from fp8moe.ops.router import add_product, check_choice
 from fp8moe.runtime import checks
+from fp8moe.runtime.dispatch import known, remember
+from fp8moe.runtime.interop.torch import check_memory
 
 __all__ = ["Router", "route"]
 
@@ -209,15 +218,22 @@ class Router(nn.Module):
             Inside transforms of torch.func and torch.jit.trace.
         """
         refuse_transforms("Router")
-        check_float("x", x, 2)
-        weight = replica_of("weight", self.weight)
+        weight = self.weight
+        if (kinds := kinds_of(x, weight)) is None or known(kinds) is None:
+            check_float("x", x, 2)
+            weight = replica_of("weight", weight)
+            check_float("weight", weight, 2)  # one on meta would select experts by undefined numbers
+            if x.ndim != 2 or x.shape[1] != weight.shape[1]:
+                hidden = weight.shape[1]
+                raise ValueError(
+                    f"x: got shape {list(x.shape)}; wanted [T, {hidden}]; pass x.reshape(-1, {hidden})"
+                )
+            if kinds is not None:
+                remember(kinds, True)
+        else:
+            check_memory("x", x)
+            check_memory("weight", weight)
         pass_rows = checks.flag("pass_rows", pass_rows)
-        check_float("weight", weight, 2)  # one on meta would select experts by undefined numbers
-        if x.ndim != 2 or x.shape[1] != weight.shape[1]:
-            hidden = weight.shape[1]
-            raise ValueError(
-                f"x: got shape {list(x.shape)}; wanted [T, {hidden}]; pass x.reshape(-1, {hidden})"
-            )
         padding = padding_of_rows(padding_mask, x)
         if padding is not None:  # zeros times NaN would be a gradient of the weight
             x = x.masked_fill(padding[:, None], 0)
@@ -389,7 +405,7 @@ def _scalars_of(config: RouterConfig) -> tuple[Any, ...]:
 def _config_of(scalars: tuple[Any, ...]) -> RouterConfig:
     """The inverse of `_scalars_of`, for values that may be symbolic in a compiler."""
     topk, function, groups, of_groups, renormalize, factor = scalars
-    return RouterConfig(int(topk), function, int(groups), int(of_groups), renormalize, float(factor))
+    return known_config(int(topk), function, int(groups), int(of_groups), renormalize, float(factor))
 
 
 @operator("route")
@@ -468,7 +484,7 @@ class _RouteRows(torch.autograd.Function):
         ctx: Any, x: Any, w: Any, bias: Any, padding: Any, config: Any, num_sequences: Any, pass_rows: bool
     ) -> Any:
         ctx.pass_rows = pass_rows
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             results = _forward(ctx, _product(x, w), bias, padding, config, num_sequences, x, w)
         return (x.view_as(x), *results) if pass_rows else results
 
@@ -479,7 +495,7 @@ class _RouteRows(torch.autograd.Function):
         logits, ids, padding, x, w, *counts = ctx.saved_tensors
         row_grad, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
         grad = _gradient(ctx, (logits, ids, padding, *counts), grads, True)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return *_product_backward(grad, x, w, row_grad, asked_for(ctx)), *[None] * 5
 
 

@@ -146,9 +146,11 @@ class FP8Weights:
 
     # ---- the copies that a forward reads
 
-    def of_forward(self, masters: Sequence[Tensor], recording: bool, first: bool | None) -> list[Quantized]:
-        """In eager mode. masters: the weights that the forward has read. recording: whether a backward
-        follows. first: the forward's ``is_first_microbatch``."""
+    def of_forward(
+        self, masters: Sequence[Tensor], recording: bool, first: bool | None
+    ) -> list[Quantized] | None:
+        """In eager mode; None: the forward makes its own. masters: the weights that the forward has read.
+        recording: whether a backward follows. first: the forward's ``is_first_microbatch``."""
         if self.renewed and not recording and not getattr(self.module, "training", False):
             return self._quantized(masters)  # an average of the weights may be evaluated, by ``.data``
         copies, capturing = self.copies, is_capturing(masters[-1])
@@ -158,7 +160,7 @@ class FP8Weights:
             if recording or requested is None or not usable or requested.recorded or requested.changed():
                 if recording or requested is not None:  # micro-batches may go on with theirs
                     self.release()
-                return self._quantized(masters)
+                return None if self.holder.multiplies_masters(self.module) else self._quantized(masters)
         elif first or not usable:
             if first is False:
                 raise RuntimeError(
@@ -323,7 +325,8 @@ def weights_of(module: Any) -> FP8Weights:
 def codes_of(
     module: Any, masters: Sequence[Tensor], rows: tuple[Tensor, ...], first: bool | None = None
 ) -> Any:
-    """The FP8 codes that a forward of a module with a state multiplies; None for a recipe without.
+    """The FP8 codes that a forward of a module with a state multiplies; None for a recipe without, and where
+    the forward makes them of its weights.
 
     masters: the weights that the forward has read. rows: x, probabilities and a bias of the
     first GEMM. first: the forward's ``is_first_microbatch``."""
@@ -638,12 +641,17 @@ _models: dict[int, _Model] = {}  # by number
 _of_functions = WeakIdKeyDictionary()
 
 
+def share_copies() -> bool:
+    """Whether calls of functions may share copies of their weights."""
+    return bool(_models or _of_functions)
+
+
 def copies_of_function(
     w13: Any, w2: Any, options: LayerOptions, recording: bool, first: bool | None
 ) -> tuple[Quantized, Quantized] | None:
     """The copies that an eager call of a function reads, where an open context or ``first``, its
     ``is_first_microbatch``, says how long its weights are unchanged; None: it makes its own."""
-    if first is None and not _models and not _of_functions:
+    if first is None and not share_copies():
         return None
     if is_gathered(w13) or is_gathered(w2):  # as in `codes_of`
         return None
@@ -674,8 +682,8 @@ def copies_of_function(
             model.states.add(state)
     if first is None and not state.declared and state.copies is None:
         return None
-    first_codes, second = state.of_forward([*weights.values()], recording, first)
-    return first_codes, second
+    codes = state.of_forward([*weights.values()], recording, first)
+    return None if codes is None else (codes[0], codes[1])
 
 
 def states_written_by(optimizer: torch.optim.Optimizer) -> list[FP8Weights]:

@@ -12,17 +12,26 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from fp8moe.records import DeviceArray, Options, PermutationPlan, Quantized, QuantTensor, Record
+from fp8moe.records import (
+    ArraySpec,
+    DeviceArray,
+    Options,
+    PermutationPlan,
+    Quantized,
+    QuantTensor,
+    Record,
+)
 from fp8moe.runtime import checks, interop
 from fp8moe.runtime.call import NOWHERE, Call, NotRecordable, current
-from fp8moe.runtime.record_trees import METADATA_TYPES, is_metadata
-from fp8moe.runtime.recording import Recording, record
+from fp8moe.runtime.interop.base import Description
+from fp8moe.runtime.record_trees import METADATA_TYPES, arrays_in, is_metadata, map_arrays
+from fp8moe.runtime.recording import Layout, Recording, record
 
 __all__ = [
     "NOWHERE",
@@ -31,7 +40,9 @@ __all__ = [
     "clear_recordings",
     "current",
     "enter",
+    "known",
     "operation",
+    "remember",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -51,6 +62,23 @@ def cached_recordings() -> list[tuple[str, Recording | None]]:
 
 def clear_recordings() -> None:
     _recordings.clear()
+    _known.clear()
+
+
+#: what callers remember of calls that they have checked, by key; it may have their recordings
+_known: dict[Any, Any] = {}
+known = _known.get
+
+
+def remember(key: Any, value: Any) -> None:
+    _add(_known, key, value)
+
+
+def _add(table: dict[Any, Any], key: Any, value: Any) -> None:
+    with _adding:
+        if len(table) >= RECORDINGS_KEPT:
+            table.pop(next(iter(table)))
+        table[key] = value
 
 
 _UNKNOWN: Any = object()
@@ -123,19 +151,67 @@ def operation(function: Function) -> Function:
         except TypeError:  # an argument is not hashable
             return _run_now(function, names, arguments, options)
         if recording is _UNKNOWN:
-            try:
-                recording = record(function, names, arguments, options, framework, device, described)
-            except NotRecordable:
-                recording = None
-            with _adding:
-                if len(_recordings) >= RECORDINGS_KEPT:
-                    _recordings.pop(next(iter(_recordings)))
-                _recordings[identity] = recording
+            call_of = function, names, arguments, options
+            recording = _recorded(identity, *call_of, framework, device, described)
         if recording is None or (recording.pairs and not recording.fits(addresses)):
             return _run_now(function, names, arguments, options)
         return recording.run(addresses, arrays, given)
 
     return call  # type: ignore[return-value]
+
+
+def _recorded(identity: Any, *call: Any) -> Recording | None:
+    """A new recording, from arguments of `record`."""
+    try:
+        recording = record(*call)
+    except NotRecordable:
+        recording = None
+    _add(_recordings, identity, recording)
+    return recording
+
+
+class Fixed:
+    """An operation of arrays alone, for calls that are made again and again with the same other arguments:
+    nothing else is looked at, and no records are made.
+
+    function: is called with the raw arrays that it reads, and with those that it writes to; returns a tuple
+    of results, arrays or None, and a record of arrays that are kept together. names: of the former arrays.
+    """
+
+    def __init__(self, name: str, function: Callable[..., tuple[tuple[Any, ...], Any]], names: Sequence[str]):
+        self.__name__, self._function, self._names = name, function, names
+        self._layouts: dict[Any, Layout] = {}
+
+    def recording(
+        self, framework: Any, description: Description, arrays: list[Any], out: tuple[Any, ...]
+    ) -> Recording | None:
+        """description: of the arrays, and of those that are written to."""
+        device, _, described = description
+        identity = self, framework, device, len(out), *described
+        recording = _recordings.get(identity, _UNKNOWN)
+        if recording is _UNKNOWN:
+            call: Any = self._function, ("arrays", "out"), (tuple(arrays), out), {}
+            recording = _recorded(identity, *call, framework, device, described, True)
+        return recording
+
+    def __call__(self, arrays: list[Any], out: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], Layout]:
+        """The results; the arrays that hold what is kept, and where it is in them."""
+        given = [*arrays, *out]
+        framework = interop.framework_of_type(type(arrays[0]))  # type: ignore[arg-type]
+        description = None if checks.reads_values() else framework.describe(given)  # type: ignore[union-attr]
+        if description is not None:
+            recording = self.recording(framework, description, arrays, out)
+            if recording is not None and recording.fits(description[1]):
+                return recording.replay(description[1], given)
+        call = Call()
+        raw = [call.take(name, a) for name, a in zip(self._names, arrays, strict=False)]
+        results, kept = call.perform(self._function, raw, tuple([call.take("out", a) for a in out]))
+        leaves, key = arrays_in(kept), tuple([(tuple(a.shape), a.dtype) for a in raw])
+        if (layout := self._layouts.get(key)) is None:
+            like = map_arrays(lambda a: ArraySpec(tuple(a.shape), a.dtype), kept)
+            layout = Layout(like, tuple([(i, 0) for i in range(len(leaves))]))
+            _add(self._layouts, key, layout)
+        return [call.leave(a) for a in results], [call.leave(a) for a in leaves], layout
 
 
 def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import threading
@@ -211,6 +212,35 @@ class _Part(NamedTuple):
     released: list[int]
 
 
+class Layout:
+    """Where the arrays of a record are in a list of arrays: one may hold several.
+
+    like: the record, with an `ArraySpec` for each array. leaves: of each array its number in the list, and
+    its offset there in bytes. made: what a caller derives from it, by key.
+    """
+
+    def __init__(self, like: Any, leaves: tuple[tuple[int, int], ...]):
+        self.like, self.leaves, self.made = like, leaves, dict[Any, Any]()
+
+    def record(self, arrays: Sequence[Any], part: Callable[[Any, int, ArraySpec], Any]) -> Any:
+        """The record of arrays. part: gives the array of a spec that begins at an offset in another one."""
+        leaves = iter(self.leaves)
+
+        def array(spec: ArraySpec) -> Any:
+            number, start = next(leaves)
+            return part(arrays[number], start, spec)
+
+        return map_arrays(array, self.like)
+
+
+def raw_part(raw: RawArray, start: int, spec: ArraySpec) -> RawArray:
+    """`Layout.record`'s part of a raw array."""
+    if raw.shape == spec.shape and raw.dtype == spec.dtype:
+        return raw
+    assert isinstance(raw, DeviceArray)
+    return raw.part(start, spec.shape, spec.dtype)
+
+
 class Recording:
     """A call that can be repeated on other arrays of the same shapes, dtypes and alignments. It holds no
     memory and never changes: threads share it.
@@ -220,23 +250,37 @@ class Recording:
     all at once would be up to 69 % more memory for a layer.
     """
 
-    def __init__(self, call: DryRun, result: Any, written: Sequence[int]):
-        """written: the inputs that the call writes to. Raises NotRecordable."""
-        self._held = result  # its buffers would log their release
+    def __init__(self, call: DryRun, result: Any, written: Sequence[int], kept: Any = None):
+        """written: the inputs that the call writes to. kept: a further result, a record whose arrays live
+        and die together: up to `TOGETHER` they are one allocation; the result is a tuple of arrays and None.
+        Raises NotRecordable."""
+        self._held = result, kept  # their buffers would log their release
         first, framework, launch = len(call.inputs), call.framework, cuda_launch()
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in call.buffers]
         returned = {int(a.owner) for a in arrays_in(result) if type(a) is DeviceArray}
-        offsets, size = _pack(call.steps, sizes, returned)
+        of_kept = [] if kept is None else arrays_in(kept)
+        owners = dict.fromkeys([int(a.owner) for a in of_kept])
+        packed = [n for n in owners if n >= first and n not in returned]
+        offsets, size = _pack(call.steps, sizes, {*returned, *packed})
+        ends = [*itertools.accumulate([_rounded(max(sizes[n], 1)) for n in packed], initial=0)]
         together = size <= TOGETHER
+        if not together or ends[-1] > TOGETHER:
+            returned, packed = {*returned, *packed}, []
         parts, number = [_Part([], [], [])], first
         places = {n: (n, 0) for n in range(first)}  # of each buffer: the index of its array, and an offset
         if together and size:
             parts[0].wanted.append(((size,), np.dtype(np.uint8), True))
             number += 1
+        if packed:
+            parts[0].wanted.append(((ends[-1],), np.dtype(np.uint8), False))
+            places |= {n: (number, start) for n, start in zip(packed, ends, strict=False)}
+            number += 1
         for step in call.steps:
             part = parts[-1]
             if type(step) is not int:
                 part.steps.append(step)
+            elif max(step, ~step) in packed:
+                continue
             elif together and max(step, ~step) not in returned:
                 places[max(step, ~step)] = first, offsets[max(step, ~step)]
             elif step < 0:
@@ -271,6 +315,13 @@ class Recording:
 
         self._made = list[_Made]()
         self._result = _parts_of(result, index_of, self._made, number + call.num_arguments)
+        if kept is not None:
+            #: where `launch` leaves the results, and what is kept
+            self._results = [None if a is None else index_of(a) for a in result]
+            placed = [(places[int(a.owner)], a.start) for a in of_kept]
+            self._kept = [*dict.fromkeys([array for (array, _), _ in placed])]
+            leaves = tuple([(self._kept.index(array), offset + start) for (array, offset), start in placed])
+            self._layout = Layout(map_arrays(lambda a: ArraySpec(tuple(a.shape), a.dtype), kept), leaves)
         #: every input that is written to with every other input, and their sizes in bytes; each pair once
         self.pairs: list[tuple[int, int, int, int]] = []
         for i in written:
@@ -287,6 +338,29 @@ class Recording:
     def run(self, addresses: list[int], arrays: list[Any], given: Sequence[Any]) -> Any:
         """Do the call again. arrays: those in the arguments ``given``, at ``addresses``; both lists are
         extended by what the call allocates, on the framework's stream."""
+        self.launch(addresses, arrays)
+        arrays += given
+        for kind, fields, parts in self._made:
+            new: Any = fields
+            if kind is tuple:
+                new = tuple([arrays[index] for _, index in parts])
+            elif kind is not None:
+                new = object.__new__(kind)
+                values = new.__dict__
+                values.update(fields)
+                for name, index in parts:
+                    values[name] = arrays[index]
+            arrays.append(new)
+        return arrays[self._result]
+
+    def replay(self, addresses: list[int], arrays: list[Any]) -> tuple[list[Any], list[Any], Layout]:
+        """`run` for a `fp8moe.runtime.dispatch.Fixed`, whose results these are."""
+        self.launch(addresses, arrays)
+        results = [None if i is None else arrays[i] for i in self._results]
+        return results, [arrays[i] for i in self._kept], self._layout
+
+    def launch(self, addresses: list[int], arrays: list[Any]) -> None:
+        """`run` without its result, whose arrays are then in ``arrays``."""
         for number, start in self._overwritten:
             if number < self._num_inputs:  # before the launches: an interrupt may come after them
                 count_overwrite((self._device, addresses[number] + start))
@@ -301,19 +375,6 @@ class Recording:
                 count_overwrite((self._device, addresses[number] + start))
         for number in self._to_wrap:
             arrays[number] = self._wrap(arrays[number])
-        arrays += given
-        for kind, fields, parts in self._made:
-            new: Any = fields
-            if kind is tuple:
-                new = tuple([arrays[index] for _, index in parts])
-            elif kind is not None:
-                new = object.__new__(kind)
-                values = new.__dict__
-                values.update(fields)
-                for name, index in parts:
-                    values[name] = arrays[index]
-            arrays.append(new)
-        return arrays[self._result]
 
     def _launch(self, addresses: list[int], arrays: list[Any], stream: int) -> None:
         for allocated, plan, released in self._parts:
@@ -340,9 +401,10 @@ def record(
     framework: Framework,
     device: int,
     described: Sequence[tuple[tuple[int, ...], np.dtype, int]],
+    keeps: bool = False,
 ) -> Recording:
     """Record a call for which the framework of its arrays allocates. names: of the function's parameters.
-    Raises NotRecordable."""
+    keeps: whether it returns a pair, its result and what is kept. Raises NotRecordable."""
     call = DryRun(described, device, framework)
     given = (*arguments, *options.values())
     call.num_arguments = len(given)
@@ -365,7 +427,8 @@ def record(
     named = dict(zip(options, raw[count:], strict=True))
     result = call.perform(function, *raw[:count], **named)
     call.load_kernels()
-    return Recording(call, result, written)
+    result, kept = result if keeps else (result, None)
+    return Recording(call, result, written, kept)
 
 
 # ---------------------------------------------------------------- memory that the caller gives

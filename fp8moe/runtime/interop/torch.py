@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from operator import methodcaller
 from types import ModuleType
@@ -140,16 +140,17 @@ class Torch(Framework):
         if not x.is_inference():
             sys.modules["torch"].autograd.graph.increment_version(x)
 
-    def describe(self, arrays: list[Any]) -> Description | None:
+    def describe(self, arrays: Sequence[Any], differentiable: bool = False) -> Description | None:
+        """differentiable: whether the caller records gradients."""
         torch = sys.modules["torch"]
-        kinds, recording = (torch.Tensor, torch.nn.Parameter), torch.is_grad_enabled()
+        kinds, refused = (torch.Tensor, torch.nn.Parameter), not differentiable and torch.is_grad_enabled()
         device = None
         addresses, described = [], []
         try:
             for x in arrays:
                 if type(x) not in kinds or not x.is_cuda or not x.is_contiguous() or x.is_neg():
                     return None
-                if (recording and x.requires_grad) or (dtype := _NUMPY_DTYPES.get(x.dtype)) is None:
+                if (refused and x.requires_grad) or (dtype := _NUMPY_DTYPES.get(x.dtype)) is None:
                     return None
                 ptr, ordinal = x.data_ptr(), x.get_device()
                 if device is not None and ordinal != device:
