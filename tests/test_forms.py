@@ -443,6 +443,24 @@ def test_values_in_cuda_memory_are_read_for_checks_only(backend, monkeypatch):
         fp8moe.from_mxfp4(*map(backend.upload, (BLOCKS, bad_blocks)))
 
 
+def test_subnormal_scales_in_a_thread_that_flushes_them():
+    torch = pytest.importorskip("torch")
+    rng = generator()
+    codes, scales = codes_of(rng, 1, 128, 256), np.array([[[1e-38, 2.0**-149]]], np.float32)
+    wanted = values_of(codes, scales)
+    flushes = torch.set_flush_denormal(True)
+    try:
+        w = fp8moe.from_block_fp8(codes, scales)
+        back = fp8moe.to_block_fp8(w)[1].tobytes()
+        with pytest.raises(ValueError, match="scale_dtype: got 'bfloat16'"):
+            fp8moe.to_block_fp8(w, scale_dtype="bfloat16")
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushes
+    assert back == scales.tobytes()
+    check_orientations(w, wanted)
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_arrays_of_frameworks(framework):
     """Results are the framework's arrays, with the bits of NumPy's; FP8 dtypes are read in place."""

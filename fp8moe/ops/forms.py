@@ -315,18 +315,21 @@ def to_block_fp8(
 
 
 def _narrowed(scales: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 scales as bfloat16 or as UE8M0's bytes."""
-    kind = BFLOAT16 if dtype == "bfloat16" else E8M0
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = scales.astype(kind)
-        inexact = np.argwhere(~(narrow.astype(np.float32) == scales))
+    """float32 scales as bfloat16 or as UE8M0's bytes, by their bits, as a thread may flush subnormals."""
+    bits = scales.view(np.uint32)
+    if dtype == "bfloat16":
+        narrow, exact = (bits >> 16).astype(np.uint16).view(BFLOAT16), bits & 0xFFFF == 0
+    else:
+        normal = (bits & 0x7FFFFF == 0) & (bits > 0) & (bits < 0x7F800000)
+        narrow, exact = (bits >> 23).astype(UINT8), normal | (bits == 0x400000)  # 2^-127, byte 0
+    inexact = np.argwhere(~exact)
     if len(inexact):
         at = inexact[0].tolist()
         raise ValueError(
             f"scale_dtype: got {dtype!r} with a scale of {scales[*at]} at {at}; wanted scales that it has; "
             "pass scale_dtype='float32'"
         )
-    return _bytes(narrow) if kind == E8M0 else narrow
+    return narrow
 
 
 class _Piece(NamedTuple):
@@ -459,12 +462,10 @@ def _strides_of_tiles(piece: _Piece, each: int, transposed: bool) -> tuple[int, 
 def _check_values(call: Call, piece: _Piece) -> None:
     """Refuse codes of NaN, and scales that are not positive and finite, where they can be read."""
     scales = call.values(_bytes(piece.scales))
-    if scales is not None:
-        positive = scales != 255 if scales.dtype == UINT8 else (scales > 0) & np.isfinite(scales)
-        if len(found := np.argwhere(~positive)):
-            at = found[0].tolist()
-            got = "NaN, byte 255" if scales.dtype == UINT8 else scales[*at]
-            raise ValueError(f"{piece.of_scales}: got {got} at {at}; wanted positive, finite scales")
+    if scales is not None and len(found := np.argwhere(~_are_positive(scales))):
+        at = found[0].tolist()
+        got = "NaN, byte 255" if scales.dtype == UINT8 else scales[*at]
+        raise ValueError(f"{piece.of_scales}: got {got} at {at}; wanted positive, finite scales")
     codes = call.values(piece.stack())
     for expert, matrix in enumerate(() if codes is None else codes):
         is_nan = (matrix & 0x7F) == 0x7F
@@ -472,6 +473,15 @@ def _check_values(call: Call, piece: _Piece) -> None:
             first = np.argwhere(is_nan)[0].tolist()
             at = [*(piece.lead and [expert]), *first]
             raise ValueError(f"{piece.name}: got NaN, byte {matrix[*first]}, at {at}; wanted finite codes")
+
+
+def _are_positive(scales: np.ndarray) -> np.ndarray:
+    """By their bits: a thread that flushes subnormals takes them for zeros."""
+    if scales.dtype == UINT8:
+        return scales != 255
+    integer, infinity = ("int16", 0x7F80) if scales.dtype == BFLOAT16 else ("int32", 0x7F800000)
+    bits: np.ndarray = scales.view(np.dtype(integer))
+    return (bits > 0) & (bits < infinity)
 
 
 def _bytes(x: Any) -> Any:
