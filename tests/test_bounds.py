@@ -663,6 +663,27 @@ def test_both_devices_reject_offsets_beyond_the_scales(monkeypatch, backend):
 
 
 @needs_emulation
+@pytest.mark.parametrize(
+    ("height", "width", "kind"), [(96, 160, np.float32), (130, 37, BF16), (3, 256, np.uint8)]
+)
+def test_forms_of_checkpoints_write_only_their_outputs(height, width, kind):
+    """Incomplete tiles, with parts that are filled up, in both storages."""
+    codes = RNG.integers(0, 0x7F, (2, 2 * height, width), np.uint8)
+    tiles = 2, 2, -(-height // 128), -(-width // 128)
+    scales = RNG.integers(100, 140, tiles).astype(kind)
+    options = {"parts": 2, "rows": 256, "columns": width + 3}
+    w = stays_inside(fp8moe.from_block_fp8, codes, scales, **options)
+    for q in (w, fp8moe.Quantized(None, w.columnwise)):
+        stays_inside(lambda q: fp8moe.to_block_fp8(q, parts=2, rows=height, columns=width), q)
+    turned = np.ascontiguousarray(codes.swapaxes(1, 2)), np.ascontiguousarray(scales.transpose(0, 3, 1, 2))
+    assert_same(stays_inside(fp8moe.from_block_fp8, *turned, transposed=True, **options), w)
+    blocks = RNG.integers(0, 256, (2, 2 * height, width // 32, 16), np.uint8)
+    exponents = RNG.integers(0, 256, blocks.shape[:3]).astype(np.uint8)
+    options["columns"] = blocks.shape[2] * 32 + 3
+    stays_inside(fp8moe.from_mxfp4, blocks, exponents, interleaved=True, **options)
+
+
+@needs_emulation
 @pytest.mark.parametrize("columns", [128, 3])
 def test_random_chunk_sizes_write_only_their_outputs(columns):
     x = RNG.standard_normal((40, columns)).astype(BF16)
