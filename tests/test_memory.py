@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from backends import over
+from backends import only_on_cpu, over
 from cases import ACTIVATIONS, BF16, GPT_OSS, SEED, assert_same, generator, layer_inputs, same_bits, values
 
 import fp8moe
@@ -383,3 +383,20 @@ def test_accounts_are_refused_by_name(capsys):
     assert saved["fp8_flow"] == round(fp8moe.memory(4096, 2048, 768, 8, 2).saved / 2**20, 1)
     assert saved["fp8_flow, save=fp8"] < saved["fp8_flow"] < saved["fp8_blockwise"] < saved["bf16"]
     assert head.split()[4:] == ["saved", "x", "h", "a", "copies", "copies", "saved", *head.split()[11:]]
+
+
+@only_on_cpu
+def test_account_with_the_kernels_memory(backend, monkeypatch):
+    """At least that of SwiGLU's backward, whose contributions to dprobs are eight bytes for each row and tile
+    of 128 features; all else stays."""
+    sizes = 4096, 1024, 768, 8, 2
+    without = fp8moe.memory(*sizes)
+    backend.start(monkeypatch, architecture="sm_90a", multiprocessors=132)
+    account = fp8moe.memory(*sizes, device=0)
+    rows = (4096 * 2 + 8 * 127) // 128 * 128
+    assert without.workspace is None
+    assert account.workspace >= 8 * rows * 768 // 128
+    assert replace(account, forward=0, backward=0, workspace=None) == replace(without, forward=0, backward=0)
+    for name in ("forward", "backward"):
+        more = getattr(account, name) - getattr(without, name)
+        assert 0 <= more <= account.workspace

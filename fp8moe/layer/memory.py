@@ -53,6 +53,9 @@ class LayerMemory:
         The most that is held during the forward, with y and what it saves.
     backward : int
         The most that is held during the backward, with what the forward saved and all results, without y.
+    workspace : int or None
+        The most of the kernels' temporary memory at once; None without a device, where it is not known and
+        not part of forward and backward.
     """
 
     saved: int
@@ -66,6 +69,7 @@ class LayerMemory:
     results: int
     forward: int
     backward: int
+    workspace: int | None
 
     @property
     def peak(self) -> int:
@@ -85,14 +89,14 @@ def memory(
     bias13: bool = False,
     gradients: Collection[str] = GRADIENTS,
     grad_dtype: str = "float32",
+    device: int | None = None,
     **options: Unpack[LayerArguments],
 ) -> LayerMemory:
     """Predict, from sizes alone, the bytes that a layer's forward and backward hold.
 
     The numbers are those of a dry run of `moe_forward` and `moe_backward`: nothing is allocated or computed.
-    Memory that kernels use while they run (``extra_bytes`` of ``python -m fp8moe bench``) and that of a
-    framework's allocator beyond what it is asked for are not included. With expert parallelism ``tokens`` and
-    ``num_experts`` are those of one rank.
+    What a framework's allocator takes beyond what it is asked for is not included. With expert parallelism
+    ``tokens`` and ``num_experts`` are those of one rank.
 
     Parameters
     ----------
@@ -116,6 +120,8 @@ def memory(
         As for `moe_forward`.
     grad_dtype : "float32", "bfloat16" or "float64"
         Dtype of the weights' gradients.
+    device : int or None
+        Number of a CUDA device, whose kernels' temporary memory is then included.
     **options : recipe, recompute, save, backend, num_sms, weight_copies
         As for `moe_forward`.
 
@@ -161,7 +167,10 @@ def memory(
         ArraySpec((num_experts, columns), bias_kind) if bias13 else None,
     ]
     wanted = with_bias(tuple(gradients), layer[-1])
-    call = DryRun([(a.shape, a.dtype, 0) for a in arrays_in(tuple(layer))], NOWHERE, NUMPY)
+    if device is not None:
+        checks.integer("device", device, 0)
+    where = NOWHERE if device is None else device
+    call = DryRun([(a.shape, a.dtype, 0) for a in arrays_in(tuple(layer))], where, NUMPY)
     inputs = iter(call.inputs)
     x, w13, w2, ids, probs, bias = map_arrays(lambda _: next(inputs), tuple(layer))
     y, saved = call.perform(experts_forward, x, w13, w2, ids, probs, how, wanted, None, bias)
@@ -183,6 +192,7 @@ def memory(
         results=results,
         forward=forward,
         backward=backward,
+        workspace=None if device is None else _most(call, scratch=True),
     )
 
 
@@ -195,11 +205,13 @@ def _copies(shape: tuple[int, int, int], options: LayerOptions) -> Quantized:
     return Quantized(rowwise, quant_spec(shape, "e4m3", block, "compact", transposed=True))
 
 
-def _most(call: DryRun, begin: int = 0) -> int:
+def _most(call: DryRun, begin: int = 0, *, scratch: bool = False) -> int:
     """The most bytes that the steps of a dry run from ``begin`` on have allocated at once, beyond those that
-    were allocated before."""
+    were allocated before. scratch: of the kernels' memory alone."""
     allocated = most = 0
     for step in call.steps[begin:]:
+        if type(step) is not int or (scratch and max(step, ~step) not in call.scratch_buffers):
+            continue
         size = ArraySpec(*call.buffers[max(step, ~step)]).nbytes
         allocated += size if step >= 0 else -size
         most = max(most, allocated)
