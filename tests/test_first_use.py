@@ -379,9 +379,10 @@ def test_a_process_that_is_forked_while_threads_compile_can_compile(monkeypatch)
 PROGRAM = """
 import os, signal, threading
 from fp8moe.kernels_cuda.runtime import compiler
+compiler.nvrtc_threads = compiler.Threads(2)
 codes = [compiler.requested(compiler.files()[name], "sm_90a") for name in ("quantize.cu", "swiglu.cu")]
-threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     compiler.finish(codes)
 except KeyboardInterrupt:
     print("interrupted")
