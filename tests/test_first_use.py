@@ -22,7 +22,7 @@ from cases import generator
 import fp8moe
 from fp8moe.activation import SWIGLU
 from fp8moe.kernels_cuda.runtime import compiler
-from fp8moe.layer.moe import experts_backward, experts_forward
+from fp8moe.layer.moe import experts_backward, experts_forward, permuted_experts_forward
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS
 from fp8moe.records import ArraySpec
@@ -150,8 +150,28 @@ def layer(recipe, ids="int32", activation=SWIGLU, bias=False, dtype=fp8moe.forma
 RECIPES = pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 
 
+def permuted_layer(recipe):
+    """The same of rows that are permuted already."""
+    bfloat16 = fp8moe.formats.BFLOAT16
+    arguments = specs(
+        *(((TOKENS, HIDDEN), bfloat16), ((EXPERTS, 2 * FFN, HIDDEN), bfloat16)),
+        *(((EXPERTS, HIDDEN, FFN), bfloat16), ((EXPERTS,), "int32"), ((TOKENS,), "float32")),
+    )
+    options, gradients = LayerOptions(recipe=recipe, activation=SWIGLU), ("dx", "dprobs", "dw13", "dw2")
+
+    def forward(a):
+        return permuted_experts_forward(*a, options, gradients, 1)
+
+    def step(a):
+        y, saved = forward(a)
+        return experts_backward(saved, y, None, None, "float32", gradients)
+
+    return GivenMemory(forward, arguments), GivenMemory(step, arguments)
+
+
+@pytest.mark.parametrize("layer", [layer, permuted_layer])
 @RECIPES
-def test_a_call_has_all_of_its_kernels_compiled_at_once_and_its_backwards(first, recipe):
+def test_a_call_has_all_of_its_kernels_compiled_at_once_and_its_backwards(first, recipe, layer):
     compiled = first(together=4)
     forward, step = layer(recipe)
     forward._record(0)  # its first compilations wait until four run
