@@ -356,8 +356,9 @@ def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
             assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("save", ["bf16", "fp8"])
 @pytest.mark.parametrize("wanted", [["dw2"], ["dw13"], ["dw13", "dw2"]])
-def test_chunks_with_padded_weights_of_which_one_is_frozen(wanted):
+def test_chunks_with_padded_weights_of_which_one_is_frozen(wanted, save):
     """Equal to one chunk, apart from the order of sums and the scales of the chunks' own tiles."""
     inputs, dy = layer_inputs(1, ffn=48)
     inputs["w13"] = fp8moe.quantize_weights(inputs["w13"].astype(np.float32), parts=2, rows=128)
@@ -366,7 +367,7 @@ def test_chunks_with_padded_weights_of_which_one_is_frozen(wanted):
     for chunks in (1, 3):
         comm = alone()
         comm.overlap_chunks = chunks
-        _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow", gradients=wanted, comm=comm)
+        _, saved = fp8moe.moe_forward(**inputs, save=save, gradients=wanted, comm=comm)
         halves = {"dw13": (None, None), "ffn": 48}  # without the padding
         whole = fp8moe.moe_backward(saved, dy, **halves, gradients=wanted, comm=comm)
         _, operands = fp8moe.moe_backward_input(saved, dy, gradients=wanted, comm=comm)
