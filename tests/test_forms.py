@@ -398,6 +398,29 @@ def test_errors(function, arguments, options, error, message):
         getattr(fp8moe, function)(*arguments, **options)
 
 
+@everywhere
+@pytest.mark.parametrize("shape", [(0, 256, 64), (2, 0, 64), (2, 256, 0), (0, 0, 0)])
+def test_sizes_of_zero(backend, monkeypatch, shape):
+    backend.start(monkeypatch)
+    codes, scales = np.zeros(shape, np.uint8), np.ones((shape[0], *tiles(*shape[1:])), np.float32)
+    w = fp8moe.from_block_fp8(backend.upload(codes), backend.upload(scales), parts=2)
+    found = backend.download(w)
+    assert found.shape == found.columnwise.shape == shape
+    back, scales_back = fp8moe.to_block_fp8(w, parts=2, scale_dtype="ue8m0")
+    half = (shape[0], shape[1] // 2, shape[2])
+    for a, b in zip(back, scales_back, strict=True):
+        assert backend.download(a).shape == half
+        assert backend.download(b).shape == (shape[0], *tiles(*half[1:]))
+    blocks, exponents = (
+        np.zeros((*shape[:2], shape[2] // 2), np.uint8),
+        np.ones((*shape[:2], shape[2] // 32), np.uint8),
+    )
+    w, rounded = fp8moe.from_mxfp4(
+        backend.upload(blocks), backend.upload(exponents), parts=2, interleaved=True
+    )
+    assert (backend.download(w).shape, backend.download(rounded).tolist()) == (shape, [0] * shape[0])
+
+
 def test_errors_of_the_export():
     w = fp8moe.from_block_fp8(CODES, changed(TILES, 0.3))
     for dtype in ("bfloat16", "ue8m0"):

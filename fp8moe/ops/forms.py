@@ -300,12 +300,12 @@ def to_block_fp8(
         down, right = raw.scales.shape[1:]
         for part in range(parts):
             cut = call.empty(quant_spec((experts, rows, columns), "e4m3", (128, 128), "compact"))
-            first, start = part * (height // parts), part * (down // parts) * right
+            first, tile = part * (height // parts), part * (down // parts)
             options = {"source": (first, 0, rows, columns), "target": (0, 0, 0, rows, columns)}
-            options["strides"] = start, down * right, right, 1
+            options["strides"] = tile * right, down * right, right, 1
             call.run("forms", "place_tiles", raw.data, raw.scales, out=Quantized(cut), **options)
             of_codes.append(cut.data)
-            tiles = slice(start // right, start // right + ceil_div(rows, 128)), slice(ceil_div(columns, 128))
+            tiles = slice(tile, tile + ceil_div(rows, 128)), slice(ceil_div(columns, 128))
             of_scales.append(
                 cut.scales if scales is None else call.upload(np.ascontiguousarray(scales[:, *tiles]))
             )
