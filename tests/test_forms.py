@@ -518,6 +518,28 @@ def test_arrays_of_frameworks(framework):
     assert scales_back.dtype == array(scales, "bfloat16").dtype
 
 
+@pytest.mark.parametrize("door", ["core", "torch", "jax"])
+def test_codes_in_place_of_weights_name_the_conversion(door):
+    x, ids, probs = np.ones((4, 128), BF16), np.zeros((4, 1), np.int32), np.ones((4, 1), np.float32)
+    w13, w2 = np.zeros((2, 256, 128), np.uint8), np.zeros((2, 128, 128), np.uint8)
+    if door == "torch":
+        torch = pytest.importorskip("torch")
+        experts = pytest.importorskip("fp8moe.torch").moe_experts
+        w13, w2 = (torch.from_numpy(w).view(torch.float8_e4m3fn) for w in (w13, w2))
+        x, ids, probs = torch.ones(4, 128).bfloat16(), torch.from_numpy(ids), torch.from_numpy(probs)
+    else:
+        w13, w2 = (w.view(ml_dtypes.float8_e4m3fn) for w in (w13, w2))
+        experts = fp8moe.moe_forward
+    if door == "jax":
+        numpy = pytest.importorskip("jax").numpy
+        experts = pytest.importorskip("fp8moe.jax").moe_experts
+        x, w13, w2, ids, probs = map(numpy.asarray, (x, w13, w2, ids, probs))
+    with pytest.raises(
+        TypeError, match=r"w13: got dtype \S*float8_e4m3fn.* or .*fp8moe.from_block_fp8\(w13, scale"
+    ):
+        experts(x, w13, w2, ids, probs)
+
+
 def test_transformers_reads_the_same_values():
     """gpt-oss: what transformers dequantises, [E, H, 2F] with gate and up interleaved, is in the codes."""
     torch = pytest.importorskip("torch")
