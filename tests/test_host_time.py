@@ -45,6 +45,12 @@ def layer(**options):
     return lambda: moe(x), (x, *moe.parameters())
 
 
+def experts_of_codes():
+    x, w13, w2, (ids, probs) = leaf(T, H), leaf(E, 2 * F, H), leaf(E, H, F), routed()
+    options = {"fp8_weights": fp8moe.torch.quantize_fp8_weights(w13, w2)}
+    return lambda: fp8moe.torch.moe_experts(x, w13, w2, ids, probs, **options), (x, w13, w2, probs)
+
+
 def of_transformers():
     transformers = pytest.importorskip("transformers")
     importlib.import_module("fp8moe.transformers").enable(name="fp8moe_host_time")
@@ -79,7 +85,8 @@ def calls_of(function, *arguments):
 DOORS = {
     "experts": (experts, 29, 85, 110),
     "experts by blocks": (lambda: experts(recipe="fp8_blockwise"), 29, 85, 110),
-    "layer": (layer, 110, 150, 180),
+    "experts of codes": (experts_of_codes, 32, 85, 110),
+    "layer": (layer, 116, 130, 155),
     "transformers": (of_transformers, 100, 85, 110),
     "permute and pad": (permute_and_pad, 22, 50, 50),
 }

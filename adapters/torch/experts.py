@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8moe import Quantized, QuantTensor
 from fp8moe.adapters.torch import compiled, eager
 from fp8moe.adapters.torch.arguments import (
     PLACEHOLDER,
@@ -179,27 +180,50 @@ def like_of(
     leaves: tuple[Any, ...],
     ids: Any,
     probs: Any,
-    codes: list[Tensor] | None = None,
+    codes: Any = None,
 ) -> Like | None:
     """None for a call that has to be looked at as a whole. how: its other arguments. leaves: w1, w3, w2 and
-    bias13. codes: what the GEMMs read in place of w1, w3 and w2."""
+    bias13. codes: two `Quantized` that the GEMMs read in place of w1, w3 and w2."""
     if type(x) not in PLAIN or dispatch_modes() or checks.reads_values():
         return None
     if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
         return None
-    read, masters = leaves, ()
-    if codes is not None:
-        read, masters = (*codes, leaves[3]), leaves[:3]
-    arrays = [x, ids, probs, *[t for t in read if t is not None]]
+    arrays, kinds = [x, ids, probs], list[Any]()
+    if codes is None:
+        arrays += [t for t in leaves if t is not None]
+    elif not _describe_codes(codes, leaves, arrays, kinds):
+        return None
     framework: Any = interop.framework_of_type(type(x))  # type: ignore[arg-type]
     if (description := framework.describe(arrays, True)) is None:
         return None
     device, addresses, described = description
     recording = torch.is_grad_enabled()
     grads = [None if t is None else recording and t.requires_grad for t in (x, probs, *leaves)]
-    kinds = [(type(w), w.shape, w.dtype) for w in masters if w is not None]
     key = how, framework, device, *grads, *described, *kinds
     try:
         return Like(key, arrays, addresses, leaves, known(key))
     except TypeError:  # not hashable, as no valid argument is
         return None
+
+
+def _describe_codes(codes: Any, leaves: tuple[Any, ...], arrays: list[Any], kinds: list[Any]) -> bool:
+    """Adds the arrays of the codes and the bias, and what else decides how they are read, with the kinds of
+    the masters. False for records or masters of other types."""
+    if type(codes) not in (tuple, list) or [*map(type, codes)] != [Quantized, Quantized]:
+        return False
+    for w in codes:
+        for q in (w.rowwise, w.columnwise):
+            if type(q) is QuantTensor:
+                arrays += (q.data, q.scales)
+                kinds += (q.fmt, q.block, q.layout, q.transposed)
+            elif q is not None:
+                return False
+            kinds.append(q is None)
+    for w in leaves[:3]:
+        if w is not None:
+            if type(w) not in PLAIN:
+                return False
+            kinds += (w.shape, w.dtype)
+    if leaves[3] is not None:
+        arrays.append(leaves[3])
+    return True

@@ -280,15 +280,17 @@ def _like(
     bias2: Any,
     fp8_weights: Any,
 ) -> Like | None:
-    """As `like_of`. Codes that are given, copies that calls share and a bias of the second GEMM are looked
-    at in each call. how: `LayerOptions`' fields in their order, and further arguments."""
-    if torch.compiler.is_dynamo_compiling() or bias2 is not None or fp8_weights is not None or share_copies():
+    """As `like_of`. Copies that calls share and a bias of the second GEMM are looked at in each call. how:
+    `LayerOptions`' fields in their order, and further arguments."""
+    if torch.compiler.is_dynamo_compiling() or bias2 is not None:
+        return None
+    if fp8_weights is None and share_copies():
         return None
     pair = w13 if type(w13) is tuple and len(w13) == 2 else (w13, None)
     how = *how, *map(type, how)  # 1 is a number of SMs, and True is not
     if torch.is_autocast_enabled("cuda"):
         how = *how, torch.get_autocast_dtype("cuda")
-    return like_of(how, x, (*pair, w2, bias13), ids, probs)
+    return like_of(how, x, (*pair, w2, bias13), ids, probs, fp8_weights)
 
 
 def _checked(

@@ -19,7 +19,7 @@ from fp8moe import RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.arguments import check_backend, handle_of
 from fp8moe.adapters.torch.configs import experts_of_model
-from fp8moe.adapters.torch.experts import Like, like_of
+from fp8moe.adapters.torch.experts import like_of
 from fp8moe.adapters.torch.functional import apply_experts
 from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
 from fp8moe.adapters.torch.operation import (
@@ -485,27 +485,12 @@ class FP8FlowMoE(nn.Module):
                     "before the other two"
                 )
             tokens, topk_ids, topk_probs = routed
-        like = self._like(how, tokens, weights, topk_ids, topk_probs, is_first_microbatch)
-        if like is not None and like.known is not None:
-            return self._returned(like.run(), x)
-        if how is not None:  # of tensors whose kinds are known, whether they have memory
-            self._check(x, *weights)
-        check_tensor("topk_ids", topk_ids)
-        check_float("topk_probs", topk_probs)
-        if self.router is None and topk_ids.shape[-1:] != (self._topk,):
-            raise ValueError(
-                f"topk_ids: got shape {list(topk_ids.shape)}; wanted [T, {self._topk}], by the layer's topk; "
-                "make the layer with the other router's topk"
-            )
-        if padding is not None and topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
-            topk_ids = topk_ids.masked_fill(padding[:, None], -1)
+        if padding is not None:
+            check_tensor("topk_ids", topk_ids)
+            if topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
+                topk_ids = topk_ids.masked_fill(padding[:, None], -1)
         compute = self._compute if torch.compiler.is_compiling() else self._compute_eagerly
-        y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced, like)
-        return self._returned(y, x)
-
-    @staticmethod
-    def _returned(y: Tensor, x: Tensor) -> Tensor:
-        """y in x's dtype and shape."""
+        y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced, how)
         if y.dtype == x.dtype and x.ndim == 2:
             return y
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
@@ -515,24 +500,8 @@ class FP8FlowMoE(nn.Module):
         """What decides whether `_check` passes, but for the tensors' memory; None where it has to look."""
         if self._ranks.comm is not None or (kinds := kinds_of(x, w13, w2)) is None:
             return None
-        return self._options, self._hidden, self._ffn, self._num_experts, *kinds
-
-    def _like(
-        self,
-        how: tuple[Any, ...] | None,
-        x: Tensor,
-        weights: tuple[Tensor, Tensor],
-        ids: Any,
-        probs: Any,
-        first: bool | None,
-    ) -> Like | None:
-        """`like_of` this layer's experts. how: from `_how`, of what `_check` has passed."""
-        if how is None or first is not None or self._collect_stats or self.router is None:
-            return None
-        state = weights_of(self)
-        if state.declared or state.copies is not None:
-            return None
-        return like_of(how, x, (weights[0], None, weights[1], None), ids, probs)
+        sizes = self._hidden, self._ffn, self._num_experts, self._topk if self.router is None else None
+        return self._options, *sizes, *kinds
 
     def _check(self, x: Tensor, w13: Tensor, w2: Tensor) -> None:
         check_float("x", x)
@@ -700,13 +669,29 @@ class FP8FlowMoE(nn.Module):
         weights: tuple[Tensor, Tensor],
         first: bool | None,
         announced: dict[str, Any] | None,
-        like: Like | None,
+        how: tuple[Any, ...] | None,
     ) -> Tensor:
-        """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`. like:
-        from `_like`."""
+        """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`. how:
+        from `_how`."""
+        codes, like, state = None, None, weights_of(self)
+        if how is None or first is not None or state.declared or state.copies is not None:
+            codes = codes_of(self, weights, (x, probs), first)
+        if how is not None and not self._collect_stats:
+            like = like_of(how, x, (weights[0], None, weights[1], None), ids, probs, codes)
+            if like is not None and like.known is not None:
+                return like.run()
+        if how is not None:  # of tensors whose kinds are known, whether they have memory
+            self._check(x, *weights)
+        check_tensor("topk_ids", ids)
+        check_float("topk_probs", probs)
+        if self.router is None and ids.shape[-1:] != (self._topk,):
+            raise ValueError(
+                f"topk_ids: got shape {list(ids.shape)}; wanted [T, {self._topk}], by the layer's topk; "
+                "make the layer with the other router's topk"
+            )
         options, ranks = self._options, self._ranks
         own = _OfLayer.operands(self, weights)
-        codes, collector, ffn = codes_of(self, weights, (x, probs), first), None, None
+        collector, ffn = None, None
         if options.precision.quantizes:
             if self._collect_stats and torch.compiler.is_compiling():
                 raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
@@ -714,8 +699,8 @@ class FP8FlowMoE(nn.Module):
             ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
         operands = Operands(own, codes, ffn, weights)
         to_ranks = {"comm": ranks.comm, "announced": announced, "handle": self._handle}
-        how: dict[str, Any] = {"collector": collector, "like": like, **to_ranks}
-        return apply_experts(x, operands, ids, probs, torch.bfloat16, options, **how)
+        of_call: dict[str, Any] = {"collector": collector, "like": like, **to_ranks}
+        return apply_experts(x, operands, ids, probs, torch.bfloat16, options, **of_call)
 
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     _compute_eagerly = torch.compiler.disable(_compute)

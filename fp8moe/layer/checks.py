@@ -37,7 +37,12 @@ def check_gradients(gradients: Any) -> None:
 
 def with_bias(gradients: Collection[str], bias13: Any) -> tuple[str, ...]:
     """The gradients that there are, of a layer with or without a bias."""
-    return tuple(name for name in gradients if name != "dbias13" or bias13 is not None)
+    if bias13 is None and gradients is GRADIENTS:
+        return _WITHOUT_BIAS
+    return tuple([name for name in gradients if name != "dbias13" or bias13 is not None])
+
+
+_WITHOUT_BIAS = GRADIENTS[:-1]
 
 
 def check_layer(options: LayerOptions, gradients: Collection[str], **arrays: Any) -> None:

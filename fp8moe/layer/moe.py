@@ -33,7 +33,7 @@ from fp8moe.layer.checks import (
     check_wanted,
     with_bias,
 )
-from fp8moe.layer.options import LayerOptions
+from fp8moe.layer.options import LayerOptions, layer_options
 from fp8moe.layer.permuted_rows import (
     PlacedRows,
     pad_rows,
@@ -222,7 +222,7 @@ def moe_forward(
     >>> y.tolist()
     [[100.0]]
     """
-    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
+    options = layer_options(activation, recipe, recompute, save, backend, num_sms, weight_copies)
     operands = x, w13, w2, topk_ids, topk_probs, options
     return forward(*operands, bias13=bias13, comm=comm, gradients=gradients)
 
@@ -419,7 +419,7 @@ def moe_forward_permuted(
     >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
     [[100.0], [200.0]]
     """
-    options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
+    options = layer_options(activation, recipe, recompute, save, backend, num_sms, weight_copies)
     arrays = x, w13, w2, tokens_per_expert, probs
     return forward_permuted(*arrays, options, bias13=bias13, align_size=align_size, gradients=gradients)
 

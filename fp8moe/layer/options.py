@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from fp8moe.activation import Activation
@@ -131,6 +132,17 @@ class LayerOptions(Options):
     def gemm(self) -> dict[str, Any]:
         """The arguments of each GEMM."""
         return {"backend": self.backend, "num_sms": self.num_sms}
+
+
+_made = lru_cache(maxsize=256, typed=True)(LayerOptions)
+
+
+def layer_options(*values: Any) -> LayerOptions:
+    """`LayerOptions` of all fields in their order: one object for the same values, checked once."""
+    try:
+        return _made(*values)
+    except TypeError:  # also of what is not hashable, which the constructor refuses by name
+        return LayerOptions(*values)
 
 
 _NAMES = tuple(field.name for field in fields(LayerOptions))

@@ -46,8 +46,10 @@ def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None
     only shapes are known, and for a record without codes, which the operation that reads them refuses.
     ``name``: of the record, for errors."""
     if isinstance(q, Quantized):
-        sides = {n: side for n in ("rowwise", "columnwise") if (side := getattr(q, n)) is not None}
-        counts = [times_overwritten(side, f"{name}.{n}") for n, side in sides.items()]
+        counts = []
+        for n, side in (("rowwise", q.rowwise), ("columnwise", q.columnwise)):
+            if side is not None:
+                counts.append(times_overwritten(side, f"{name}.{n}"))
         return None if not counts or None in counts else sum(counts)  # type: ignore[arg-type]
     if not isinstance(q, QuantTensor):
         return None
@@ -56,7 +58,7 @@ def times_overwritten(q: QuantTensor | Quantized, name: str = "q") -> int | None
         place = place_of(codes)
     else:
         place = interop.framework_of(codes, f"{name}.data").place(codes, f"{name}.data")
-    return None if place is None else overwrite_counts[place]
+    return None if place is None else overwrite_counts.get(place, 0)
 
 
 @operation
