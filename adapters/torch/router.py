@@ -218,7 +218,7 @@ class Router(nn.Module):
             Inside transforms of torch.func and torch.jit.trace.
         """
         refuse_transforms("Router")
-        weight = self.weight
+        weight: Tensor = self.weight
         if (kinds := kinds_of(x, weight)) is None or known(kinds) is None:
             check_float("x", x, 2)
             weight = replica_of("weight", weight)
