@@ -14,6 +14,7 @@ import torch_on_device
 
 import fp8moe
 import fp8moe.torch
+from fp8moe.adapters.torch import experts as experts_of_torch
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix" or importlib.util.find_spec("cupy") is None, reason="needs sched_yield and CuPy"
@@ -107,3 +108,20 @@ def test_python_calls_of_a_step(door):
     counts = counted, of_backward[0], of_backward[-1]
     print(door, counts)
     assert all(0 < count <= bound for count, bound in zip(counts, most, strict=True)), counts
+
+
+def test_padding_has_no_expert_in_calls_like_earlier_ones(monkeypatch):
+    """Whatever a subclass's routing says: a call is looked up with the ids that it computes with."""
+
+    class Layer(fp8moe.torch.FP8FlowMoE):
+        def route(self, tokens, padding_mask=None):
+            return tokens, *given
+
+    x, given, padding = leaf(T, H), routed(), torch.rand(T) < 0.5
+    module, called = Layer(H, F, E, K, dtype=BF16), []
+    run = experts_of_torch.Like.run
+    monkeypatch.setattr(experts_of_torch.Like, "run", lambda like: called.append(like.arrays[1]) or run(like))
+    for _ in range(2):
+        module(x, padding_mask=padding)
+    (ids,) = called
+    assert torch.equal(ids, given[0].masked_fill(padding[:, None], -1))
