@@ -10,9 +10,26 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
+from fp8moe.activation import SWIGLU
 from fp8moe.bench.harness import Case, Size, close, host, tall
+from fp8moe.ops.swiglu import coded_h, raw_swiglu_quantize, raw_swiglu_quantize_backward, transposed_y
+from fp8moe.runtime.dispatch import operation
 
 SHAPES = [(32_768, 2048), (24_576, 1408)]
+
+
+@operation
+def _with_codes_of_h(h: Any, probs: Any) -> Any:
+    """The forward of "fp8_flow" with save="fp8"."""
+    codes = coded_h(h)
+    return raw_swiglu_quantize(h, probs, codes_of_h=codes), codes
+
+
+@operation
+def _with_activation(grad: Any, h: Any, probs: Any) -> Any:
+    """The backward of "fp8_flow", with the transposed activation."""
+    y = transposed_y(h, SWIGLU, None, 1)
+    return raw_swiglu_quantize_backward(grad, h, probs, transposed=True, y=y), y
 
 
 def cases(size: Size) -> Iterator[Case]:
@@ -87,6 +104,24 @@ def one_shape(rows: int, width: int) -> list[Case]:
                 g.dh.rowwise, expected=gate * grad[top].astype(np.float32), columns=slice(width, None)
             ),
             nbytes=int(rows * width * (10 + 2 * scales)) + 2 * probs.nbytes,
+        ),
+        Case(
+            "swiglu*prob+quantize, h in FP8",
+            shape,
+            (h, probs),
+            _with_codes_of_h,
+            lambda both, *_: right(both[0], expected=gate * b),
+            nbytes=int(rows * width * (7 + 3 * scales)) + probs.nbytes,
+        ),
+        Case(
+            "swiglu backward+quantize, and activation",
+            shape,
+            (grad, h, probs),
+            _with_activation,
+            lambda both, *_: right(
+                both[0].dh.rowwise, expected=gate * grad[top].astype(np.float32), columns=slice(width, None)
+            ),
+            nbytes=int(rows * width * (11 + 2 * scales)) + 2 * probs.nbytes,
         ),
         Case(
             "swiglu backward+quantize",

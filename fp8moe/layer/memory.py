@@ -174,10 +174,9 @@ def memory(
     inputs = iter(call.inputs)
     x, w13, w2, ids, probs, bias = map_arrays(lambda _: next(inputs), tuple(layer))
     y, saved = call.perform(experts_forward, x, w13, w2, ids, probs, how, wanted, None, bias)
-    forward, parts = _most(call), (saved.x, saved.h, saved.a, saved.probs, saved.plan)
-    held, of_copies = saved.nbytes, nbytes(saved.w13, saved.w2) if recipe.quantizes else 0
-    numbers = [nbytes(part) for part in parts]
-    del y, parts
+    forward, held = _most(call), saved.nbytes
+    copies_saved = nbytes(saved.w13, saved.w2) if recipe.quantizes else 0
+    del y
     begin, results, backward = len(call.steps), 0, held
     if wanted:
         dy = call.array(x.shape, x.dtype)
@@ -185,10 +184,14 @@ def memory(
         grads = call.perform(experts_backward, saved, dy, None, None, grad_dtype, wanted)
         results, backward = nbytes(grads), held + _most(call, begin)
     return LayerMemory(
-        held,
-        *numbers,
+        saved=held,
+        x=nbytes(saved.x),
+        h=nbytes(saved.h),
+        a=nbytes(saved.a),
+        probs=nbytes(saved.probs),
+        routing=nbytes(saved.plan),
         copies=sum(a.nbytes for a in arrays_in(tuple(weights))) if recipe.quantizes else 0,
-        copies_saved=of_copies,
+        copies_saved=copies_saved,
         results=results,
         forward=forward,
         backward=backward,
