@@ -217,7 +217,7 @@ def test_validation_errors():
     with pytest.raises(ValueError, match="num_sms: got 3; wanted an even number"):
         changed.build()
     experts, (x, scores, ids, counts) = converted(config(), backend="mma").build(), routed()
-    assert "recipe='fp8_flow', recompute=None, backend='mma', num_sms=None" in repr(experts)
+    assert "recipe='fp8_flow', recompute=None, save='bf16', backend='mma', num_sms=None" in repr(experts)
     with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
         experts(x, scores, ids, counts)
 
