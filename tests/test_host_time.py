@@ -15,6 +15,7 @@ import torch_on_device
 import fp8moe
 import fp8moe.torch
 from fp8moe.adapters.torch import experts as experts_of_torch
+from fp8moe.adapters.torch import grouped
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix" or importlib.util.find_spec("cupy") is None, reason="needs sched_yield and CuPy"
@@ -125,3 +126,16 @@ def test_padding_has_no_expert_in_calls_like_earlier_ones(monkeypatch):
         module(x, padding_mask=padding)
     (ids,) = called
     assert torch.equal(ids, given[0].masked_fill(padding[:, None], -1))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_only_calls_that_convert_nothing_are_looked_up(monkeypatch, dtype):
+    """Recipe "bf16" multiplies in the rows' dtype: a recording for copies of the weights is none for them."""
+    monkeypatch.setattr(grouped, "on_hopper", lambda x: True)
+    x, called = leaf(T, H), []
+    module = fp8moe.torch.FP8FlowMoE(H, F, E, K, recipe="bf16", dtype=dtype, router=False)
+    run = experts_of_torch.Like.run
+    monkeypatch.setattr(experts_of_torch.Like, "run", lambda like: called.append(like) or run(like))
+    for _ in range(3):
+        module(x, *routed())
+    assert len(called) == (2 if dtype == BF16 else 0)

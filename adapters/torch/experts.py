@@ -85,7 +85,9 @@ def experts(
     alone = is_eager and comm is None and collector is None and not dispatch_modes()
     read, transposed = codes, None
     if codes is None:
-        read = [w.detach().to(x.dtype) for w in (w13, w2)] if not layer.precision.quantizes else None
+        read = None
+        if not layer.precision.quantizes:
+            read = [w.detach().to(x.dtype).contiguous() for w in (w13, w2)]
     if read is None and alone and (transposed := stored_transposed(w13, w2)) is not None:
         read = as_stored(w13, transposed[0]), as_stored(w2, transposed[1])
     elif read is None:
@@ -164,14 +166,16 @@ class Like(NamedTuple):
         return eager.apply(x, *self.leaves, probs, ids, given)  # type: ignore[no-any-return]
 
     def remember(self, step: eager.Step, arrays: list[Tensor], leaves: tuple[Any, ...]) -> None:
-        """That a call with these tensors, if they are the call's own, has been checked."""
-        same = zip((*self.arrays[:3], *self.leaves), (*arrays[:3], *leaves), strict=True)
-        if all(a is b for a, b in same):
-            framework: Any = interop.framework_of_type(type(arrays[0]))  # type: ignore[arg-type]
-            description = framework.describe(arrays, True)
-            recording = step.forward.recording(framework, description, arrays, ())
-            if recording is not None:
-                remember(self.key, (step, recording))
+        """That a call has been checked which reads ``arrays``, if they are this one's: none is converted."""
+        framework: Any = interop.framework_of_type(type(arrays[0]))  # type: ignore[arg-type]
+        description = framework.describe(arrays, True)
+        same = all(a is b for a, b in zip(self.leaves, leaves, strict=True))
+        if description is None or description[1] != self.addresses or not same:
+            return
+        if any(a.dtype != b.dtype or a.shape != b.shape for a, b in zip(self.arrays, arrays, strict=True)):
+            return
+        if (recording := step.forward.recording(framework, description, arrays, ())) is not None:
+            remember(self.key, (step, recording))
 
 
 def like_of(
