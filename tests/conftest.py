@@ -132,3 +132,14 @@ def pytest_collection_modifyitems(items):
         needed = (*several.args, 2)[0] if several else 1 if item.get_closest_marker("gpu") else 0
         if devices < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))
+
+
+@pytest.fixture
+def saved_apart(monkeypatch):
+    """Every array that a recorded forward saves is a tensor, as where they are more than `TOGETHER`."""
+    from fp8moe.runtime import dispatch, recording
+
+    monkeypatch.setattr(recording, "TOGETHER", 0)
+    dispatch.clear_recordings()
+    yield
+    dispatch.clear_recordings()

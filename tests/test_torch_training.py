@@ -79,6 +79,7 @@ class Packed:
         self.t = t
 
 
+@pytest.mark.usefixtures("saved_apart")
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_saved_tensors_end_with_the_backward(recipe, recompute, device):
@@ -139,6 +140,7 @@ def graph_of(y):
     return actual
 
 
+@pytest.mark.usefixtures("saved_apart")
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
 def test_all_saved_tensors_are_saved_by_autograd(recipe, recompute, device):
@@ -312,6 +314,7 @@ def test_bf16_with_recompute(gemm, device, monkeypatch):
     assert_equal(results(compiled(layer), layer, x), results(plain, plain, x))
 
 
+@pytest.mark.usefixtures("saved_apart")
 def test_bf16_with_recompute_keeps_neither_product_nor_activation(device):
     widths = {}
     for recompute in (None, "moe_expert"):

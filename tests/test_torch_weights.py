@@ -1042,6 +1042,7 @@ def test_a_seed_gives_the_same_weights_in_shards(tmp_path):
     torch.multiprocessing.spawn(shards_of_a_seed, (str(tmp_path),), nprocs=2)
 
 
+@pytest.mark.usefixtures("saved_apart")
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_lifetime_of_fp8_copies(device, recompute, frozen_objects):
     """For the backward only the transposed codes are held, which it uses (with recompute also fc1's row-wise
