@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
   const float scales_of_lanes = CODED ? load_scales(h_scales, own) : 1.f;
   const u8* up_at = own.values_of(grad, up_pitch);
   const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
-  float own_scale = 0.f, scale_of_y = 0.f;
+  u32 own_scales = 0;  // powers of two: of dh in the upper half, of y in the lower one
   double own_sum = 0.0;
   float of_columns[HALVES][16] = {};
   if (offsets && first >= offsets[experts]) {
@@ -408,20 +408,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BACKWARD_BLOCKS)
                  !CODED > (a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far, y[0] + 8 * u);
     if (y_codes) {
       const float scale = make_blocks<1>(y, prob, own.j, codes_at + HALVES * sizeof(Made) + step * TILE);
-      if (own.j % STEPS == step) scale_of_y = scale;
+      if (own.j % STEPS == step) own_scales = __float_as_uint(scale) >> 16;
     }
 #pragma unroll
     for (u32 i = 0; SUMS && i < HALVES * 16; ++i)
       of_columns[i / 16][i % 16] = __fmaf_rn(d[i / 16][i % 16], prob, of_columns[i / 16][i % 16]);
     const float scale = make_blocks<HALVES>(d, prob, own.j, codes_at + step * TILE);
-    if (own.j % STEPS == step) own_scale = scale;
+    if (own.j % STEPS == step) own_scales |= __float_as_uint(scale);
     double sum = (double)parts[0] + (double)parts[1];
 #pragma unroll
     for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     if (own.j % STEPS == step) own_sum = sum;
   }
-  store_scales<HALVES>(own_scale, own, to, made);
-  if (y_codes) store_scales<1>(scale_of_y, own, of_y, made + HALVES);
+  store_scales<HALVES>(__uint_as_float(own_scales & 0xffff0000u), own, to, made);
+  if (y_codes) store_scales<1>(__uint_as_float(own_scales << 16), own, of_y, made + HALVES);
   if (SUMS) write_sums<HALVES>(of_columns, own, sums + (u64)own.tile_row * (to.blocks * TILE));
   if (partial && own.j < STEPS) partial[own.column * rows + own.row + own.j] = own_sum;
   const bool owned = !offsets || first >= offsets[0];  // by an expert
