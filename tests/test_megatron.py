@@ -566,11 +566,11 @@ def test_first_and_last_layers_in_bf16(monkeypatch):
     given = {"config": given_config, "pg_collection": groups(tp_ep=1, tp_cp=1, tp_dp_cp=1, cp=1)}
     recipes = ["bf16", "bf16", "fp8_flow", "fp8_flow", "fp8_flow", "bf16"]
     assert [megatron.FP8FlowMoELayer(layer_number=n, **given).experts.recipe for n in range(1, 7)] == recipes
-    layer = megatron.FP8FlowMoELayer(**given)
-    assert layer.experts.recipe == "fp8_flow"
+    layer = megatron.FP8FlowMoELayer(**given, save="fp8")
+    assert (layer.experts.recipe, layer.experts.save) == ("fp8_flow", "fp8")
     for number, recipe in enumerate(recipes, 1):
         layer.set_layer_number(number)
-        assert layer.experts.recipe == recipe
+        assert (layer.experts.recipe, layer.experts.save) == (recipe, recipe.removesuffix("_flow"))
     given_config.fp8_wgrad = False  # has no meaning in bf16
     megatron.FP8FlowExperts(2, **given, recipe="bf16")
     given_config.fp8_wgrad = True
@@ -609,7 +609,7 @@ def test_options_of_the_experts_are_fixed():
     before = repr(experts)
     for shown in ("recipe='bf16'", "recompute=None", "backend=None", "num_sms=4", "kind='swiglu'"):
         assert shown in before
-    for name in ("recipe", "recompute", "activation", "backend", "num_sms", "num_local_experts"):
+    for name in ("recipe", "recompute", "save", "activation", "backend", "num_sms", "num_local_experts"):
         with pytest.raises(AttributeError, match=name):
             setattr(experts, name, getattr(experts, name))
 
