@@ -165,9 +165,9 @@ def _as_weights(name: str, w: Any, dtype: str, quantized: bool) -> str:
     """How to pass weights of another kind or dtype, for errors."""
     if name == "w13" and isinstance(w, tuple):
         return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
-    codes = getattr(getattr(w, "dtype", None), "itemsize", 0) == 1
-    records = f", or fp8moe.from_block_fp8({name}, scale_inv)" if quantized else ""
-    return f"pass {name} in {dtype}" + (f", times the scales of its codes{records}" if codes else "")
+    given = getattr(w, "dtype", None)
+    codes = f", times the scales of its codes{checks.as_block_fp8(name, given) if quantized else ''}"
+    return f"pass {name} in {dtype}" + (codes if getattr(given, "itemsize", 0) == 1 else "")
 
 
 def check_codes_of_forward(name: str, w: Quantized) -> None:

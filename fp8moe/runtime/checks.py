@@ -82,12 +82,18 @@ def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> Non
 def not_values(name: str, dtype: Any, cast: str) -> TypeError:
     """The error for an array of codes or integers in place of values. cast: what makes them float32."""
     if "float" in str(dtype) or str(dtype).endswith("int8"):
-        records = f", or fp8moe.from_block_fp8({name}, scales)" if name in ("w13", "w2") else ""
+        records = as_block_fp8(name, dtype) if name in ("w13", "w2") else ""
         return TypeError(
             f"{name}: got dtype {dtype}, codes without scales; wanted bfloat16, float16, float32 or "
             f"float64; pass {cast} times the scales{records}"
         )
     return TypeError(f"{name}: got dtype {dtype}; wanted a floating-point dtype; pass {cast}")
+
+
+def as_block_fp8(name: str, dtype: Any) -> str:
+    """Another way to pass codes of e4m3 with their scales, for errors."""
+    is_e4m3 = str(dtype).endswith(("uint8", "e4m3fn"))
+    return f", or fp8moe.from_block_fp8({name}, scale_inv)" if is_e4m3 else ""
 
 
 def require_array(name: str, x: Any, fix: str = "") -> None:
