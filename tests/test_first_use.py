@@ -397,10 +397,14 @@ def test_a_process_that_is_forked_while_threads_compile_can_compile(monkeypatch)
 
 
 PROGRAM = """
-import os, signal, threading
+import os, signal, threading, time
+from pathlib import Path
 from fp8moe.kernels_cuda.runtime import compiler
 compiler.nvrtc_threads = compiler.Threads(2)
 codes = [compiler.requested(compiler.files()[name], "sm_90a") for name in ("quantize.cu", "swiglu.cu")]
+folder = Path(os.environ["FP8MOE_CACHE_DIR"])
+while not (folder.exists() and [*folder.iterdir()]):  # until a thread has begun, and holds an entry's lock
+    time.sleep(0.01)
 try:
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     compiler.finish(codes)
