@@ -1,6 +1,7 @@
 """`fp8moe convert`: checkpoints that torch's safetensors wrote, and reads back; values in float64."""
 
 import json
+import os
 import tracemalloc
 
 import ml_dtypes
@@ -509,3 +510,52 @@ def test_folders(tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "bf16"]) == 2
     assert "got no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", ["a file that others' scales lie in", "content alone"])
+def test_a_conversion_of_another_checkpoint_is_not_resumed(tmp_path, monkeypatch, changed):
+    """Also if the files that were finished have the same names, sizes and times: their scales may lie in
+    another file, or they are another model's."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    weights = dict(sorted(block_fp8(generator()).items(), key=lambda item: item[0].endswith("_inv")))
+    codes = {name: w for name, w in weights.items() if not name.endswith("_inv")}
+    scales = {name: w for name, w in weights.items() if name.endswith("_inv")}
+    source.mkdir()
+    for name, tensors in (("a.safetensors", codes), ("b.safetensors", scales)):
+        files.save_file(tensors, source / name)
+        os.utime(source / name, (0, 0))
+    places = {name: "a.safetensors" if name in codes else "b.safetensors" for name in weights}
+    (source / shards.INDEX).write_text(json.dumps({"weight_map": places}))
+    (source / "config.json").write_text(json.dumps({"quantization_config": BLOCK_FP8}))
+    with monkeypatch.context() as patch:  # before the last file, of other files, is copied
+        patch.setattr(conversion.shutil, "copyfile", lambda *_: pytest.fail("it has no other files"))
+        patch.setattr(conversion, "write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            conversion.convert(source, target, "bf16", report=lambda text: None)
+    if changed == "content alone":
+        first = next(iter(codes))
+        codes[first] = codes[first].view(torch.uint8).flip(0).view(torch.float8_e4m3fn)
+        files.save_file(codes, source / "a.safetensors")
+        os.utime(source / "a.safetensors", (0, 0))
+    else:
+        files.save_file({name: 2 * w for name, w in scales.items()}, source / "b.safetensors")
+        os.utime(source / "b.safetensors", (0, 0))
+    with pytest.raises(ValueError, match=r"a.safetensors: got a file of another conversion, or of another"):
+        conversion.convert(source, target, "bf16", report=lambda text: None)
+
+
+def test_a_folder_that_another_conversion_writes_to_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("fcntl")
+    source, target = save(tmp_path / "in", plain(generator())), tmp_path / "out"
+    write = conversion._write
+    refused = []
+
+    def another(*arguments):
+        with pytest.raises(ValueError, match=r"OUT: got .*, which another conversion writes to"):
+            conversion.convert(source, target, "mxfp8", report=lambda text: None)
+        refused.append(True)
+        return write(*arguments)
+
+    monkeypatch.setattr(conversion, "_write", another)
+    conversion.convert(source, target, "block-fp8", report=lambda text: None)
+    assert refused

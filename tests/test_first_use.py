@@ -400,6 +400,7 @@ PROGRAM = """
 import os, signal, threading, time
 from pathlib import Path
 from fp8moe.kernels_cuda.runtime import compiler
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 compiler.nvrtc_threads = compiler.Threads(2)
 codes = [compiler.requested(compiler.files()[name], "sm_90a") for name in ("quantize.cu", "swiglu.cu")]
 folder = Path(os.environ["FP8MOE_CACHE_DIR"])

@@ -6,11 +6,12 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,21 @@ def convert(source: Path, target: Path, to: str, report: Callable[[str], None] =
     settings = _quantization(config, every, weights, to)
     scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
     target.mkdir(parents=True, exist_ok=True)
+    with _alone_in(target):
+        _convert(source, target, to, report, files, weights, scales, config, settings)
+
+
+def _convert(
+    source: Path,
+    target: Path,
+    to: str,
+    report: Callable[[str], None],
+    files: dict[str, dict[str, Tensor]],
+    weights: dict[str, Weight],
+    scales: set[str],
+    config: dict[str, Any],
+    settings: dict[str, Any] | None,
+) -> None:
     strangers = {path.name for path in target.glob("*.safetensors")} - files.keys()
     if strangers:
         raise ValueError(
@@ -122,18 +138,18 @@ def convert(source: Path, target: Path, to: str, report: Callable[[str], None] =
     places: dict[str, str] = {}
     total = 0
     plans = {}
+    metadata = {"format": "pt", "fp8moe": _identity(source, files, to)}
     for name, tensors in files.items():
         plan = _plan(tensors, weights, scales, to)
-        metadata = {"format": "pt", "fp8moe": _identity(source / name, to)}
         if plan and _is_finished(target / name, plan, metadata):
             report(f"{name}: finished before")
         elif plan:
-            plans[name] = plan, metadata
+            plans[name] = plan
         places |= {tensor: name for tensor, *_ in plan}
         total += sum(nbytes for *_, nbytes in plan)
     rounded = 0
     with _progress(sum(tensor.nbytes for name in plans for tensor in files[name].values())) as advance:
-        for name, (plan, metadata) in plans.items():
+        for name, plan in plans.items():
             with closing(Writer(target / name, plan, metadata)) as writer:
                 for tensor in files[name].values():
                     if tensor.name in weights:
@@ -158,7 +174,8 @@ def convert(source: Path, target: Path, to: str, report: Callable[[str], None] =
     matrices = sum(weight.experts or 1 for weight in weights.values())
     report(f"{matrices} matrices of experts in {len(files)} files: {to}, written to {target} and read back")
     if rounded:
-        report(f"{rounded} values were rounded: MXFP4 scales more than 2^14 apart in one tile")
+        of = "" if len(plans) == len(files) else " in the files that this run wrote"
+        report(f"{rounded} values{of} were rounded: MXFP4 scales more than 2^14 apart in one tile")
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -346,11 +363,47 @@ def _write(weight: Weight, to: str, writer: Writer) -> int:
     return rounded
 
 
-def _identity(path: Path, to: str) -> str:
-    """What a file of the result was made of, by which a later run knows it."""
-    stat = path.stat()
-    text = json.dumps([to, path.name, stat.st_size, stat.st_mtime_ns, fp8moe.__version__])
-    return hashlib.sha256(text.encode()).hexdigest()
+#: how many samples of a file tell it from others of its name and size, and their bytes
+SAMPLES, SAMPLE = 64, 4096
+
+
+def _identity(source: Path, names: Collection[str], to: str) -> str:
+    """What a result was made of, by which a later run knows its files: of all files, as the scales of a
+    file's codes may be in another one, and with samples of what they hold, as those of another model may have
+    the same names, sizes and times."""
+    digest = hashlib.sha256(json.dumps([to, fp8moe.__version__]).encode())
+    for name in sorted(names):
+        stat = (source / name).stat()
+        digest.update(json.dumps([name, stat.st_size, stat.st_mtime_ns]).encode())
+        with (source / name).open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(max(stat.st_size - SAMPLE, 0) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _alone_in(target: Path) -> Iterator[None]:
+    """Refuses a folder that another process writes to. The system releases the lock of one that is killed;
+    where there are no locks, nothing is refused."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows
+        yield
+        return
+    folder = os.open(target, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"OUT: got {target}, which another conversion writes to; wanted another folder"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 def _is_finished(path: Path, plan: Plan, metadata: dict[str, str]) -> bool:
