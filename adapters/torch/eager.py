@@ -138,9 +138,7 @@ class Experts(torch.autograd.Function):
         step = given.step
         if given.forward is not None:
             y, saved = given.forward(x, ids, probs)
-            tensors = arrays_in(saved) if step.gradients else []
-            like = map_arrays(spec_of, saved.changed(overwritten=(None, None))) if tensors else None
-            layout = Layout(like, tuple([(i, 0) for i in range(len(tensors))]))
+            tensors, layout = _laid_out(saved.changed(overwritten=(None, None)) if step.gradients else None)
         elif given.recording is not None:
             arrays = [x, ids, probs, *given.arrays]
             (y,), tensors, layout = given.recording.replay([*given.addresses], arrays)
@@ -178,6 +176,20 @@ class Experts(torch.autograd.Function):
             source, backward = _by_record(ctx, dy, half, requested)
         dx, dprobs, *rest = _backward(ctx, backward, source, requested, nodes)
         return dx, *rest, _in_dtype(dprobs, step.dtype_of_probs), None, None
+
+
+def _laid_out(saved: Saved | None) -> tuple[list[Tensor], Layout]:
+    """The tensors of a record, and their places. What else an Engine's route holds stays there."""
+    tensors: list[Tensor] = []
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return spec_of(value)
+
+    like = map_arrays(take, saved)
+    return tensors, Layout(like, tuple([(i, 0) for i in range(len(tensors))]))
 
 
 apply = super(torch.autograd.Function, Experts).apply  # type: ignore[misc]

@@ -215,8 +215,9 @@ class _Part(NamedTuple):
 class Layout:
     """Where the arrays of a record are in a list of arrays: one may hold several.
 
-    like: the record, with an `ArraySpec` for each array. leaves: of each array its number in the list, and
-    its offset there in bytes. made: what a caller derives from it, by key.
+    like: the record, with an `ArraySpec` for each array; what is neither array nor metadata is its own.
+    leaves: of each array its number in the list, and its offset there in bytes. made: what a caller derives
+    from it, by key.
     """
 
     def __init__(self, like: Any, leaves: tuple[tuple[int, int], ...]):
@@ -226,7 +227,9 @@ class Layout:
         """The record of arrays. part: gives the array of a spec that begins at an offset in another one."""
         leaves = iter(self.leaves)
 
-        def array(spec: ArraySpec) -> Any:
+        def array(spec: Any) -> Any:
+            if type(spec) is not ArraySpec:
+                return spec
             number, start = next(leaves)
             return part(arrays[number], start, spec)
 
