@@ -559,3 +559,18 @@ def test_a_folder_that_another_conversion_writes_to_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(conversion, "_write", another)
     conversion.convert(source, target, "block-fp8", report=lambda text: None)
     assert refused
+
+
+def test_gpt_oss_own_forms_are_not_taken_for_others(tmp_path, capsys):
+    """Its bfloat16 parameters are [E, in, out], and w2 is square; gate and up stay interleaved."""
+    source = save(tmp_path / "mxfp4", mxfp4(generator()))
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "block-fp8"]) == 0
+    assert "gate and up stay interleaved" in capsys.readouterr().out
+    fused = {f"{PREFIX}.down_proj": torch.randn(EXPERTS, HIDDEN, HIDDEN).bfloat16()}
+    source = save(tmp_path / "bf16", fused, shards=1)
+    command = ["convert", str(source), str(tmp_path / "of_bf16"), "--to", "block-fp8"]
+    (source / "config.json").write_text('{"model_type": "gpt_oss"}')
+    assert main(command) == 2
+    assert "got gpt-oss' bfloat16 form, [E, in, out]; wanted its MXFP4" in capsys.readouterr().err
+    (source / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert main(command) == 0

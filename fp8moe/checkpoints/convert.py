@@ -173,6 +173,10 @@ def _convert(
     write_text(target / "config.json", json.dumps(config, indent=2) + "\n")  # last: OUT is complete
     matrices = sum(weight.experts or 1 for weight in weights.values())
     report(f"{matrices} matrices of experts in {len(files)} files: {to}, written to {target} and read back")
+    if to != "bf16" and any(weight.form == "mxfp4" for weight in weights.values()):
+        report(
+            "gate and up stay interleaved, as gpt-oss has them; no engine is known that reads FP8 experts so"
+        )
     if rounded:
         of = "" if len(plans) == len(files) else " in the files that this run wrote"
         report(f"{rounded} values{of} were rounded: MXFP4 scales more than 2^14 apart in one tile")
@@ -262,6 +266,11 @@ def _quantization(
             raise ValueError(
                 f"{name}: got {shape}; wanted, for MXFP8, rows of a multiple of 32 values, and a matrix an "
                 "expert: of one parameter of all experts it is not known along which dimension blocks lie"
+            )
+        if to == "block-fp8" and config.get("model_type") == "gpt_oss" and weight.form == "plain":
+            raise ValueError(
+                f"{weight.tensor.name}: got gpt-oss' bfloat16 form, [E, in, out]; wanted its MXFP4 form: "
+                "FP8 experts are read as [E, out, in], and w2 is square"
             )
     modules = sorted({weight.module for weight in weights.values()})
     codes = [name for name, x in every.items() if x.dtype == "F8_E4M3" and name not in weights]
