@@ -11,7 +11,6 @@ Kernels take flat pointers, integers, and named tuples of those, whose fields be
 
 from __future__ import annotations
 
-import gc
 import importlib
 import inspect
 import itertools
@@ -153,21 +152,9 @@ def requested(
     version = importlib.import_module("numba_cuda").__version__
     source = Path(inspect.getfile(kernel)).read_bytes()
     key = repr((source, BLOCK, kernel.__name__, kinds, architecture, version))
-    compile = partial(run, _without_collecting, _compile, kernel, kinds, architecture)
+    compile = partial(run, _compile, kernel, kinds, architecture)
     name = kernel.__name__
     return compiler.requested_by(compiler.numba_threads, name, name, architecture, key, compile)
-
-
-def _without_collecting(function: Callable[..., bytes], *arguments: Any) -> bytes:
-    """Call a function without garbage collection: Numba creates a million objects and keeps most, and
-    scanning them takes a twelfth of the time (3.22 to 2.97 s for the kernels of `plan_topk`)."""
-    collects = gc.isenabled()
-    try:
-        gc.disable()
-        return function(*arguments)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _compile(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
