@@ -1,18 +1,22 @@
 """The first step of a process: which kernels are compiled, when, by what, and what it says. The compiler is
 replaced, except where a process ends or is interrupted while it runs."""
 
+import contextlib
+import errno
 import functools
 import importlib.util
 import json
 import logging
 import operator
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import cuda_on_cpu
 import numpy as np
@@ -26,7 +30,7 @@ from fp8moe.layer.moe import experts_backward, experts_forward, permuted_experts
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS
 from fp8moe.records import ArraySpec
-from fp8moe.runtime import call, dispatch
+from fp8moe.runtime import call, disk_cache, dispatch, recording, workers
 from fp8moe.runtime.recording import GivenMemory
 
 RNG = generator()
@@ -353,6 +357,135 @@ def test_what_waits_can_be_dropped_and_started_again():
     assert done == [2]
 
 
+def test_what_failed_is_compiled_again_by_the_next_call(first):
+    """Such as a prefetch that found no memory. The call that waits for it still gets the error."""
+    compiled = first()
+    path = compiler.files()["permute.cu"]
+    compiled.failing = ("permute",)
+    code = compiler.requested(path, "sm_90a")
+    other = compiler.requested(path, "sm_90a")  # of another kernel of this source
+    with pytest.raises(compiler.CompileError):
+        code.result()
+    settle()
+    compiled.failing = ()
+    assert compiler.requested(path, "sm_90a").result() == b"code of permute"
+    assert code.result() == b"code of permute"
+    with contextlib.suppress(compiler.CompileError):  # it may have failed with the first
+        other.result()
+    assert other.result() == b"code of permute"
+    assert compiled.calls.count(("permute", compiler.variants(path)[0])) <= 3
+
+    threads, tries = compiler.Threads(1), []
+    threads.start(compiler.LATER, "k", lambda: 1 / 0).wait()
+    assert threads.start(compiler.LATER, "k", tries.append, 1).has_failed()  # each prefetch would try again
+    assert threads.start(compiler.NEEDED, "k", lambda: tries.append(1) or 5).result() == 5
+    assert threads.start(compiler.NEEDED, "k", lambda: tries.append(1) or 6).result() == 5
+    assert tries == [1]
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_a_limit_on_threads_is_no_error(monkeypatch, limit):
+    started, start = [], workers._thread.start_new_thread
+
+    def limited(*arguments):
+        if len(started) == limit:
+            raise RuntimeError("can't start new thread")
+        started.append(1)
+        return start(*arguments)
+
+    instead = SimpleNamespace(start_new_thread=limited, allocate_lock=workers._thread.allocate_lock)
+    monkeypatch.setattr(workers, "_thread", instead)
+    threads = compiler.Threads(128)
+    assert threads.start(compiler.NEEDED, "a", lambda: 1).result() == 1
+    assert len(started) == min(limit, 1)  # and not 128
+    later = threads.start(compiler.LATER, "b", lambda: 2)
+    assert later.given <= (limit > 0)  # the caller makes nothing that it does not need
+    needed = [threads.start(compiler.NEEDED, str(n), lambda n=n: n) for n in range(4)]
+    assert [task.result() for task in needed] == [0, 1, 2, 3]
+    assert threads.start(compiler.NEEDED, "b", lambda: 3).result() == 2
+    assert len(started) == limit
+    numbers = []
+    workers.Workers().run(numbers.append, [(n,) for n in range(3)])  # which can start none any more
+    assert sorted(numbers) == [0, 1, 2]
+
+
+def test_what_is_needed_after_the_process_began_to_end_is_compiled_by_the_caller():
+    """By a handler that was registered with atexit before; the kernels it needs may have waited."""
+    threads, begun, dropped, ran = compiler.Threads(1), threading.Event(), threading.Event(), []
+    wait, threads.wait = threads.wait, lambda: (dropped.set(), wait())
+    threads.start(compiler.NEEDED, "first", lambda: (begun.set(), dropped.wait(30)))
+    assert begun.wait(30)
+    code = compiler.Code(
+        "k", "sm_90a", functools.partial(threads.start, compiler.NEEDED, "k", threading.get_ident)
+    )
+    threads.end()
+    threads.start(compiler.LATER, "later", ran.append, 1)
+    result = []
+    caller = threading.Thread(target=lambda: result.append((code.result(), threading.get_ident())))
+    caller.daemon = True
+    caller.start()
+    caller.join(10)
+    assert len(result) == 1, "it waits for ever"
+    assert result[0][0] == result[0][1]
+    assert ran == []
+
+
+def test_an_unlock_that_fails_leaves_the_kernel(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "cache"))
+    flock, close, failed = fcntl.flock, os.close, []
+
+    def failing_flock(descriptor, how):
+        if how == fcntl.LOCK_UN:
+            failed.append("flock")
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return flock(descriptor, how)
+
+    def failing_close(descriptor):
+        close(descriptor)
+        failed.append("close")
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", failing_flock)
+    monkeypatch.setattr(disk_cache.os, "close", failing_close)
+    try:
+        with disk_cache.locked_entry(tmp_path / "cache", "kernel"):
+            pass
+    finally:
+        monkeypatch.undo()
+    assert failed == ["flock", "close"]
+
+
+def test_a_kernel_that_another_thread_loads_meanwhile_is_left(first, monkeypatch):
+    """Its code becomes None between two reads."""
+    first()
+    from fp8moe.kernels_cuda.runtime import launch
+
+    class Loaded(launch.Kernel):
+        reads = 0
+
+        @property
+        def code(self):
+            self.reads += 1
+            return compiler.Code("k", "sm_90a", b"code of k") if self.reads == self.last else None
+
+        code = code.setter(lambda self, code: None)
+
+        def load(self):
+            pass
+
+    kernel = Loaded(compiler.Code("k", "sm_90a", b"code of k"), "k", 0)
+    kernel.last = 1  # the first of `_load_compiled`
+    launch._load_compiled([kernel])
+    kernel.reads = 0  # and of `unloaded`
+    monkeypatch.setattr(launch, "Kernel", Loaded)
+    step = launch.Step(kernel, (1, 1), 1, 0, b"")
+    run = recording.DryRun([], 0, recording.NUMPY)
+    run.steps.append(step)
+    run.load_kernels()
+    assert kernel.reads > 1
+
+
 def test_of_two_processes_one_compiles(tmp_path, monkeypatch):
     """Two threads stand for them: of a lock's two files each has its own."""
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "cache"))
@@ -385,13 +518,18 @@ def test_a_process_that_is_forked_while_threads_compile_can_compile(monkeypatch)
     monkeypatch.setattr(compiler, "nvrtc_threads", threads)
     threads.start(compiler.NEEDED, "running", lambda: (begun.set(), time.sleep(0.3), ended.append(1)))
     threads.start(compiler.LATER, "waiting", time.sleep, 0.01)
+    # of a kernel that the parent has requested and not yet loaded
+    code = compiler.Code(
+        "k", "sm_90a", functools.partial(threads.start, compiler.NEEDED, "k", operator.index, 7)
+    )
     assert begun.wait(30)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are threads
         child = os.fork()
     if not child:
+        signal.alarm(20)  # ends a child that waits for ever
         result = threads.start(compiler.NEEDED, "waiting", lambda: 5).result() if ended == [1] else 0
-        os._exit(result)
+        os._exit(result if code.result() == 7 else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert threads.start(compiler.NEEDED, "waiting", int).result() is None  # the parent goes on
 

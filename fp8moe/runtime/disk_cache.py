@@ -81,9 +81,11 @@ def locked_entry(folder: Path, name: str) -> Iterator[None]:
             # first: whoever has the file open and waits will find the entry, and whoever opens it anew, too
             with contextlib.suppress(OSError):
                 os.unlink(place)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a forked child, which has the descriptor
+            with contextlib.suppress(OSError):  # as of a network's file system: the entry is made
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a forked child, which has the descriptor
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

@@ -133,7 +133,8 @@ class DryRun(Call):
         seconds, so are those of the foreseen calls, at the same time."""
         if not (unloaded := cuda_launch().unloaded(self.steps)):
             return
-        if not all(kernel.code.is_cached for kernel in unloaded):
+        codes = [kernel.code for kernel in unloaded]  # None where another thread has loaded it since
+        if not all(code is None or code.is_cached for code in codes):
             for function, arguments in self.foreseen:
                 self._dry_run_later(function, arguments)
         cuda_launch().load_kernels(unloaded)

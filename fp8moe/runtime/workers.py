@@ -43,6 +43,9 @@ class Task:
     def has_ended(self) -> bool:
         return not self._unfinished.locked()
 
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def result(self) -> Any:
         """What the call returns, or raises, when it has ended."""
         self.wait()
@@ -52,7 +55,9 @@ class Task:
 
 
 class Workers:
-    """Threads that are started when first needed; the interpreter does not wait for them at its end."""
+    """Threads that are started when first needed; the interpreter does not wait for them at its end. Where
+    the system allows fewer, those that there are do all calls, and the caller does them where it allows none.
+    """
 
     def __init__(self, prepare: Callable[[], Any] = lambda: None):
         """prepare: called by each thread first."""
@@ -68,16 +73,22 @@ class Workers:
     def submit(self, threads: int, function: Callable[..., Any], *arguments: Any) -> Task:
         """Have one of at most ``threads`` threads make a call."""
         task = Task(function, arguments)
-        self._start(threads)
-        self._tasks.put(task)
+        if not self.give(task, threads):
+            task.run()
         return task
+
+    def give(self, task: Task, threads: int) -> bool:
+        """Give a task to one of at most ``threads`` threads; False where there can be none."""
+        # one more: a process that needs one kernel must not start a thread for each of 128 cores
+        if can := self._start(min(threads, self._started + 1)):
+            self._tasks.put(task)
+        return can
 
     def run(self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
         """Call a function with each of these arguments, each in a thread, and return when all have ended. An
         interrupt waits for them, too: they may write to the caller's arrays."""
         tasks = [Task(function, arguments) for arguments in calls]
-        self._start(len(tasks))
-        put = self._tasks.put
+        put = self._tasks.put if self._start(len(tasks)) else Task.run
         try:
             for task in tasks:
                 task.given = True  # no signal is handled between an assignment and a call of C
@@ -90,10 +101,15 @@ class Workers:
                     task.wait()
             raise
 
-    def _start(self, threads: int) -> None:
-        while self._started < threads:
-            _thread.start_new_thread(_work, (self._tasks, self._prepare))
-            self._started += 1
+    def _start(self, threads: int) -> bool:
+        """Have so many threads, or as many as the system allows; whether there is one."""
+        try:
+            while self._started < threads:
+                _thread.start_new_thread(_work, (self._tasks, self._prepare))
+                self._started += 1
+        except RuntimeError:  # a limit on threads; from Python 3.12 on, a process that ends
+            pass
+        return self._started > 0
 
 
 def _work(tasks: SimpleQueue[Task], prepare: Callable[[], Any]) -> None:

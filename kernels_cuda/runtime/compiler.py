@@ -156,18 +156,33 @@ def variants(path: Path) -> list[tuple[str, ...]]:
 
 
 class Code:
-    """Machine code, or the task of a thread that compiles it."""
+    """Machine code, or what starts the task of a thread that compiles it."""
 
-    def __init__(self, label: str, architecture: str, code: bytes | Task):
+    def __init__(self, label: str, architecture: str, code: bytes | Callable[[], Task]):
         self.label, self.architecture, self._code = label, architecture, code
-        self.is_cached = not isinstance(code, Task)
+        self.is_cached = isinstance(code, bytes)
+        self._task = None if isinstance(code, bytes) else code()
 
     def is_ready(self) -> bool:
-        return not isinstance(self._code, Task) or self._code.has_ended()
+        """Whether it is compiled. If not, a thread does so."""
+        return isinstance(self._code, bytes) or self._running(self._code).has_ended()
 
     def result(self) -> bytes:
-        """The code, once it is compiled, or the compiler's error."""
-        return self._code.result() if isinstance(self._code, Task) else self._code  # type: ignore[no-any-return]
+        """The code, once it is compiled, or the compiler's error; the next call compiles it again then."""
+        if isinstance(self._code, bytes):
+            return self._code
+        try:
+            return self._running(self._code).result()  # type: ignore[no-any-return]
+        except BaseException:
+            self._task = None
+            raise
+
+    def _running(self, start: Callable[[], Task]) -> Task:
+        """The task, which is started again where it was dropped before it began, as in a forked child."""
+        task = self._task
+        if task is None or not task.given:
+            task = self._task = start()
+        return task
 
 
 def requested(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> Code:
@@ -190,9 +205,10 @@ def requested_by(
     _announce(architecture)
     if (code := _read(_entry(name, architecture, key))) is not None:
         return Code(label, architecture, code)
-    task = threads.start(NEEDED, key, cached, name, architecture, key, compile)
+    start = partial(threads.start, NEEDED, key, cached, name, architecture, key, compile)
+    missing = Code(label, architecture, start)
     prefetch(architecture)
-    return Code(label, architecture, task)
+    return missing
 
 
 def keep(path: Path, architecture: str, defines: tuple[str, ...], code: bytes) -> None:
@@ -279,10 +295,12 @@ NEEDED, LATER = 0, 1  # by a call now, perhaps by a later one
 
 
 class Threads:
-    """Threads that make each call once, by its key, the most urgent first."""
+    """Threads that make each call once, by its key, the most urgent first, and again if it has failed and
+    is needed."""
 
     def __init__(self, count: int):
         self._count, self._workers, self._numbers = count, Workers(), itertools.count()
+        self._ended = False
         self.forget()
 
     def forget(self) -> None:
@@ -295,11 +313,17 @@ class Threads:
     def start(self, urgency: int, key: str, function: Callable[..., Any], *arguments: Any) -> Task:
         with self.lock:
             task = self._tasks.get(key)
-            if task is None or (urgency == NEEDED and not task.given):
-                task = self._tasks.setdefault(key, task or Task(function, arguments))
-                heapq.heappush(self._waiting, (urgency, next(self._numbers), key, task))
-                self._workers.submit(self._count, self._run_one)
-            return task
+            if task is not None and (urgency != NEEDED or (task.given and not task.has_failed())):
+                return task
+            if task is None or task.has_failed():
+                task = self._tasks[key] = Task(function, arguments)
+            heapq.heappush(self._waiting, (urgency, next(self._numbers), key, task))
+            run_one = Task(self._run_one, ())
+            if not self._ended and self._workers.give(run_one, self._count):
+                return task
+        if urgency == NEEDED:
+            run_one.run()  # here: the lock is free
+        return task
 
     def _run_one(self) -> None:
         with self.lock:
@@ -319,6 +343,13 @@ class Threads:
             for *_, key, task in self._most_urgent():
                 if not task.given:
                     self._tasks.pop(key, None)
+
+    def end(self) -> None:
+        """Let no thread begin anything from now on, and return when all that has begun has ended. A caller
+        makes what it needs itself."""
+        self._ended = True
+        self.drop()
+        self.wait()
 
     def wait(self) -> None:
         """Return when all that has begun has ended."""
@@ -340,8 +371,7 @@ nvrtc_threads, numba_threads = Threads(cores()), Threads(1)
 def _finish() -> None:
     """Neither NVRTC nor Numba must compile while the process ends."""
     for threads in (nvrtc_threads, numba_threads):
-        threads.drop()
-        threads.wait()
+        threads.end()
 
 
 def _before_fork() -> None:

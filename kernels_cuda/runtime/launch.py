@@ -175,7 +175,8 @@ def load_kernels(kernels: Sequence[Kernel]) -> None:
 
 
 def _load_compiled(kernels: Sequence[Kernel]) -> None:
-    compiler.finish([kernel.code for kernel in kernels if kernel.code is not None])
+    codes = [kernel.code for kernel in kernels]  # None where another thread has loaded it since
+    compiler.finish([code for code in codes if code is not None])
     for kernel in kernels:
         kernel.load()
 
