@@ -56,6 +56,7 @@ struct Rule {
   // up: round scales up to powers of two; otherwise mx rounds them down, FP32 scales are not rounded
   int fmt, up, mx;
   float eps;
+  bool nan_for_infinity;  // in encode_products: infinities have the NaN code, not the format's largest number
 };
 
 // Added to the bits of a float, this carries into the exponent if the significand exceeds 1.75, that of the
@@ -208,6 +209,11 @@ __device__ __forceinline__ u32 encode_products(float* x, float* y, float by, Rul
   }
   // amax of the products is the product of amax: rounding is monotonic
   const float top = __uint_as_float(largest_of_block(x, y, rule)) * fabsf(by);
+  if (rule.nan_for_infinity && __float_as_uint(top) >= 0x7f800000u) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)  // 0 x is NaN for an infinity; else 0 of x's sign, which leaves -0 as it is
+      x[i] = __fmaf_rn(x[i], 0.f, x[i]), y[i] = __fmaf_rn(y[i], 0.f, y[i]);
+  }
   const float factor = block_scale(__float_as_uint(top), rule, &scale, &exponent);
   float both = factor * by;
   const bool overflows = rule.mx && top == __uint_as_float(0x7f800000u);  // `both` may still be normal

@@ -159,13 +159,14 @@ extern "C" __global__ void __launch_bounds__(64)
 
 #if !MX
 // The same with h itself quantised to e4m3 by blocks of 128 of each half: h_codes [rows, HALVES width],
-// h_scales [rows, HALVES width / 128], zeros past *last. Traffic: as above, and the codes of h.
+// h_scales [rows, HALVES width / 128], zeros past *last. Infinities have the NaN code, which gradients and
+// statistics keep; 448 would hide them. Traffic: as above, and the codes of h.
 extern "C" __global__ void __launch_bounds__(64)
     swiglu_quantize_rows_and_h(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
                                float alpha, float offset, i64 rows, i64 vectors, u8* codes, void* scales,
                                u8* h_codes, void* h_scales) {
   pdl_wait();
-  const Rule rule = {FMT, 1, MX, 0.f}, of_h = {0, 1, 0, 0.f};
+  const Rule rule = {FMT, 1, MX, 0.f}, of_h = {0, 1, 0, 0.f, true};
   forward_rows(h, probs, probs_kind, last, {clamp, alpha, offset}, rows, (u32)vectors,
                [&](float* y, float* z, float prob, i64 at, bool whole, Loaded a, Loaded b, i64 from) {
                  const u32 scale = write_products(y, z, prob, rule, at, whole, codes);
@@ -181,7 +182,14 @@ extern "C" __global__ void __launch_bounds__(64)
 }
 #endif
 
-// The same without quantisation: y [rows, width] of the dtype of h; width a multiple of 128.
+// The e4m3 codes of infinities of h [count] become NaN, for codes that `quantize` has made.
+extern "C" __global__ void infinities_to_nan(const void* h, i64 kind, i64 count, u8* codes) {
+  pdl_wait();
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count && fabsf(load(h, i, (int)kind)) == __uint_as_float(0x7f800000u)) codes[i] = 0x7f;
+}
+
+// swiglu_quantize_rows without quantisation: y [rows, width] of the dtype of h; width a multiple of 128.
 extern "C" __global__ void __launch_bounds__(64)
     swiglu_rows(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha, float offset,
                 i64 rows, i64 vectors, void* y) {

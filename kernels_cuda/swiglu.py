@@ -77,6 +77,8 @@ def swiglu_quantize(
     in_one_pass = codes_of_h is not None and by_rows and rows_are_whole(h, width, codes_of_h)
     if codes_of_h is not None and not in_one_pass:
         quantize(h, round_up=True, eps=0.0, out=codes_of_h)
+        arguments = (h, KINDS[h.dtype], h.size, codes_of_h.data)
+        launch("swiglu", "infinities_to_nan", threads(h.size, 256), 256, *arguments, defines=_act(activation))
     if isinstance(out, QuantTensor) and by_rows:
         vectors = width // 8
         of_h = () if codes_of_h is None or not in_one_pass else (codes_of_h.data, codes_of_h.scales)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from backends import only_on_cpu, over
+from backends import EVERYWHERE, only_on_cpu, over
 from cases import ACTIVATIONS, BF16, GPT_OSS, SEED, assert_same, generator, layer_inputs, same_bits, values
 
 import fp8moe
@@ -54,14 +54,20 @@ def backward_of(grad, h, probs, offsets, activation, transposed, with_sums):
 
 def awkward_h(rng, rows, columns):
     """Blocks of very different scales, a value much larger than the rest of its block, ties between codes,
-    zeros, NaN and infinity."""
+    zeros, NaN, and infinities of both signs in both halves, one of them beside a NaN."""
     h = rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-40, 4, (rows, 1))
     h[::5] = rng.standard_normal((len(h[::5]), columns))
     h[1::5] = rng.choice([1.0625, -1.1875, 0.53125, -3.625, 2.0**-9], (len(h[1::5]), columns))
     h[2::7, ::128] = 400
     h[3], h[4, :128] = 0, 0
-    h[6, 1], h[7, 5] = np.nan, np.inf
+    h[6, 1], h[7, 5], h[8, -3], h[9, 5], h[10, -3] = np.nan, np.inf, np.inf, -np.inf, -np.inf
+    h[11, 1:4] = np.nan, np.inf, -0.0
     return h.astype(BF16)
+
+
+def quantized_h(h):
+    """What save="fp8" writes of h: `quantize` of it, where infinities have become NaN."""
+    return fp8moe.quantize(np.where(np.isinf(h), np.array(np.nan, h.dtype), h))
 
 
 @over(
@@ -71,8 +77,9 @@ def awkward_h(rng, rows, columns):
     on_gpu=[(a, rows) for a in (*ACTIVATIONS, OTHERS[-1]) for rows in (384, 500, 8192)],
 )
 def test_codes_of_h_stand_for_h(backend, activation, rows):
-    """The forward writes what `quantize` makes of h, and changes nothing else; the backward of the codes is
-    bit for bit that of the values that they represent, which bfloat16 holds exactly."""
+    """The forward writes what `quantize` makes of h, NaN for infinities, and changes nothing else; the
+    backward of the codes is bit for bit that of the values that they represent, which bfloat16 holds
+    exactly."""
     width = 256
     h = awkward_h(RNG, rows, activation.columns(width))
     probs, grad = RNG.random(rows).astype(np.float32), values(RNG, (rows, width), BF16)
@@ -80,7 +87,7 @@ def test_codes_of_h_stand_for_h(backend, activation, rows):
     options = {"activation": activation, "expert_offsets": offsets, "align_size": 128}
     y, codes = backend.both(forward_and_codes, h, probs, offsets, activation)[1]
     assert_same(y, backend.both(fp8moe.swiglu_quantize, h, probs, **options)[1])
-    wanted = fp8moe.quantize(h)
+    wanted = quantized_h(h)
     assert_same((codes.data[:384], codes.scales[:384]), (wanted.data[:384], wanted.scales[:384]))
     represented = fp8moe.dequantize(wanted, dtype="bfloat16")
     assert same_bits(represented.astype(np.float32), fp8moe.dequantize(wanted))
@@ -99,6 +106,61 @@ def test_codes_of_h_stand_for_h(backend, activation, rows):
             columns.append((of_codes[0].dh.columnwise, of_values[0].dh.columnwise))
         for pair in columns if rows % 128 == 0 else ():  # rows of no expert are not written
             assert_same(*((q.data[:, :384], q.scales) for q in pair))
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+def test_codes_of_rows_that_are_not_whole_blocks(backend):
+    """Halves of 192 columns: no kernel writes the codes in the same pass."""
+    h = awkward_h(RNG, 40, 384)
+    codes = backend.both(forward_and_codes, h, None, None, Activation())[1][1]
+    assert_same(codes, quantized_h(h))
+
+
+COUNTS = [((30, 1, 40, 5, 20),), ((128, 256, 128, 128, 128),)]  # tokens of each expert
+
+
+@over("counts", reference=COUNTS, on_cpu=COUNTS, on_gpu=COUNTS)
+def test_infinities_of_h_reach_the_gradients(backend, counts):
+    """Experts 0 to 3 have an infinite column of h, by their bias: NaN is in every gradient that reads it, as
+    for a NaN in h, nowhere else, and wherever save="bf16" has a value that is not finite."""
+    ffn, column, rows = 128, 37, sum(counts)
+    w13, w2 = values(RNG, (5, 2 * ffn, 128), BF16), values(RNG, (5, 128, ffn), BF16)
+    x, dy = values(RNG, (rows, 128), BF16), values(RNG, (rows, 128), BF16)
+    bias = np.zeros((5, 2 * ffn), np.float32)
+    bias[[0, 1], column] = 3.4e38, -3.4e38  # finite in float32, infinite in bfloat16
+    bias[[2, 3], ffn + column] = 3.4e38, -3.4e38
+    given = x, w13, w2, np.array(counts, np.int32), RNG.random(rows, np.float32), bias, dy
+    plain, coded = (backend.both(layer_gradients, *given, save)[1] for save in ("bf16", "fp8"))
+    hit, dw13, dw2 = np.arange(rows) < rows - counts[-1], np.zeros(w13.shape, bool), np.zeros(w2.shape, bool)
+    dw13[:4, column] = dw13[:2, ffn + column] = dw2[:4, :, column] = True
+    dx = np.broadcast_to(hit[:, None], x.shape)
+    for name, nan in {"dx": dx, "dprobs": hit, "dw13": dw13, "dw2": dw2}.items():
+        got, of_plain = (np.asarray(getattr(g, name), np.float32) for g in (coded, plain))
+        np.testing.assert_array_equal(np.isnan(got), nan, err_msg=name)
+        assert np.isfinite(got[~nan]).all(), name
+        assert np.isfinite(of_plain[~nan]).all(), name
+    assert not np.isfinite(plain.dprobs[hit]).any()
+    assert np.isnan(plain.dw13[:2, column]).all()
+
+
+def layer_gradients(x, w13, w2, counts, probs, bias, dy, save):
+    _, saved = fp8moe.moe_forward_permuted(x, w13, w2, counts, probs, bias13=bias, save=save)
+    return fp8moe.moe_backward(saved, dy)
+
+
+def test_statistics_count_infinities_of_h():
+    """An expert's column of h is infinite: so is the activation's, and each row has one such value."""
+    counts = []
+    for save in ("bf16", "fp8"):
+        layer = FP8FlowMoE(128, 128, 1, 1, save=save, router=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            layer.w13[0, 37] = 3e38
+        layer.collect_stats = True
+        x = torch.full((5, 128), 448.0, dtype=torch.bfloat16)
+        y = layer(x, topk_ids=torch.zeros(5, 1, dtype=torch.int32), topk_probs=torch.ones(5, 1))
+        y.sum().backward()
+        counts.append(layer.stats().a.nonfinite.item())
+    assert counts == [5, 5]
 
 
 def assert_neighbours(a, b):

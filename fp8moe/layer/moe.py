@@ -212,7 +212,8 @@ def moe_forward(
 
     A NaN in an operand reaches every result that depends on it. An infinity does so with "bf16" only: the FP8
     recipes quantise it to the format's largest number under a scale of 1 (see `quantize`), so that a check of
-    the gradients for infinities has to look at x and at dy as well.
+    the gradients for infinities has to look at x and at dy as well. With save="fp8" an infinity of h is saved
+    as NaN.
 
     Examples
     --------

@@ -200,7 +200,8 @@ def raw_swiglu_quantize(
     align_size: int = 1,
     codes_of_h: QuantTensor | None = None,
 ) -> Any:
-    """codes_of_h: memory of `coded_h` for h, row-wise quantised in the same pass, or None."""
+    """codes_of_h: memory of `coded_h` for h, row-wise quantised in the same pass with NaN for infinities, or
+    None."""
     call = current.call
     shape = h.shape[0], activation.width(h.shape[1])
     out = call.empty(activation_spec(shape, fmt, block, columnwise, transposed, expert_offsets, align_size))

@@ -43,7 +43,8 @@ def swiglu_quantize(
     codes_of_h: QuantTensor | None = None,
     out: QuantTensor | Quantized,
 ) -> None:
-    """codes_of_h: for h, row-wise quantised, or None."""
+    """codes_of_h: for h, row-wise quantised, or None. Infinities of h have the NaN code, which gradients and
+    statistics keep; the format's largest number would hide them."""
     y = np.zeros((len(h), activation.width(h.shape[1])), np.float32)
     real = slice(0, _rows_of(expert_offsets, len(h)))
     y[real] = forward(h[real], _part(probs, real), activation)
@@ -51,6 +52,7 @@ def swiglu_quantize(
     if codes_of_h is not None:
         values = np.zeros(h.shape, h.dtype)
         values[real] = h[real]
+        values[np.isinf(values)] = np.nan
         quantize(values, round_up=True, eps=0.0, out=codes_of_h)
 
 
