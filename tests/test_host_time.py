@@ -15,7 +15,7 @@ import torch_on_device
 import fp8moe
 import fp8moe.torch
 from fp8moe.adapters.torch import experts as experts_of_torch
-from fp8moe.adapters.torch import grouped
+from fp8moe.adapters.torch import functional, grouped
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix" or importlib.util.find_spec("cupy") is None, reason="needs sched_yield and CuPy"
@@ -139,3 +139,100 @@ def test_only_calls_that_convert_nothing_are_looked_up(monkeypatch, dtype):
     for _ in range(3):
         module(x, *routed())
     assert len(called) == (2 if dtype == BF16 else 0)
+
+
+def looked_up(monkeypatch):
+    """The calls that are looked up from now on."""
+    called, run = [], experts_of_torch.Like.run
+    monkeypatch.setattr(experts_of_torch.Like, "run", lambda like: called.append(like) or run(like))
+    return called
+
+
+def test_what_is_refused_is_refused_after_a_call_that_is_not(monkeypatch):
+    """A pair without its second half, masters without values, and rows that a subclass's routing loses."""
+    x, w13, w2, (ids, probs) = leaf(T, H), leaf(E, 2 * F, H), leaf(E, H, F), routed()
+    codes = fp8moe.torch.quantize_fp8_weights(w13, w2)
+    called = looked_up(monkeypatch)
+    for weights, options in ((w13, {}), (w13, {"fp8_weights": codes})):
+        for _ in range(2):
+            fp8moe.torch.moe_experts(x, weights, w2, ids, probs, **options)
+    assert len(called) == 2
+    meta = w13.detach().to("meta").requires_grad_()
+    sparse = w13.detach().to_sparse().requires_grad_()
+    for weights, options, message in (
+        ((w13, None), {}, "w13: got a tuple of 2, NoneType and Tensor"),
+        (meta, {"fp8_weights": codes}, "w13: got a tensor on meta, without values"),
+        (sparse, {"fp8_weights": codes}, "w13: got layout torch.sparse_coo"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            fp8moe.torch.moe_experts(x, weights, w2, ids, probs, **options)
+
+    class Layer(fp8moe.torch.FP8FlowMoE):
+        def route(self, tokens, padding_mask=None):
+            return tokens[:1], ids[:1], probs[:1]
+
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        Layer(H, F, E, K, dtype=BF16)(x)
+
+
+def test_codes_in_torchs_own_dtype_are_bytes():
+    x, w13, w2, (ids, probs) = leaf(T, H), leaf(E, 2 * F, H), leaf(E, H, F), routed()
+    codes = []
+    for q in fp8moe.torch.quantize_fp8_weights(w13, w2):
+        halves = {name: fp8moe.torch.as_float8(getattr(q, name)) for name in ("rowwise", "columnwise")}
+        codes.append(fp8moe.Quantized(**halves))
+    assert codes[0].rowwise.data.dtype == torch.float8_e4m3fn
+    for _ in range(2):
+        y = fp8moe.torch.moe_experts(x, w13, w2, ids, probs, fp8_weights=tuple(codes))
+        assert y.shape == (T, H)
+        y.sum().backward()
+
+
+def test_main_grad_of_an_earlier_call_decides_nothing(monkeypatch):
+    """Elsewhere than on Hopper, recipe "bf16" is computed by the core only for what torch cannot compute."""
+    x, w13, w2, (ids, probs) = leaf(T, H), leaf(E, 2 * F, H), leaf(E, H, F), routed()
+    called = looked_up(monkeypatch)
+    w13.main_grad = torch.zeros_like(w13)
+    for _ in range(2):
+        fp8moe.torch.moe_experts(x, w13, w2, ids, probs, recipe="bf16")
+    del w13.main_grad
+    by_torch = []
+    monkeypatch.setattr(functional, "by_public_operations", lambda x, *_, **__: by_torch.append(x) or x)
+    fp8moe.torch.moe_experts(x, w13, w2, ids, probs, recipe="bf16")
+    assert (len(by_torch), called) == (1, [])
+
+
+def test_the_backward_reads_the_memory_of_its_forward(monkeypatch):
+    """In first and in later calls, also if ``data`` has been replaced; a saved tensor of other bytes is
+    refused, and one that lies at any address is copied to one that kernels can read."""
+    monkeypatch.setattr(grouped, "on_hopper", lambda x: True)
+    x, (ids, probs), called = leaf(T, H), routed(), looked_up(monkeypatch)
+    for _ in range(2):
+        w13, w2 = leaf(E, 2 * F, H), leaf(E, H, F)
+        y, at, kept = fp8moe.torch.moe_experts(x, w13, w2, ids, probs, recipe="bf16"), w2.data_ptr(), w2.data
+        w2.data = torch.empty(0, dtype=BF16)
+        node = y.grad_fn
+        while not hasattr(node, "saved_tensors"):  # of a view
+            ((node, _),) = node.next_functions
+        assert any(t.data_ptr() == at for t in node.saved_tensors)
+        del kept
+    assert len(called) == 1
+    flat, at = torch.empty(1 << 26, dtype=torch.uint8), 1
+
+    def at_an_odd_place(t):
+        nonlocal at
+        at += 1 - at % 2 if t.itemsize == 1 else -at % 16
+        place = flat[at : at + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+        at += t.nbytes
+        return place
+
+    run, tensors = experts()
+    for unpack, error in ((lambda t: t, None), (lambda t: t[:8] if t.ndim == 1 else t, "saved tensors: got")):
+        for asked in (tensors, tensors[:1]):
+            with torch.autograd.graph.saved_tensors_hooks(at_an_odd_place, unpack):
+                y = run()
+            if error is None:
+                torch.autograd.grad(y, asked, torch.ones_like(y))
+                continue
+            with pytest.raises(RuntimeError, match=error):
+                torch.autograd.grad(y, asked, torch.ones_like(y))

@@ -50,7 +50,7 @@ from fp8moe.records import ArraySpec
 from fp8moe.runtime import counters
 from fp8moe.runtime.dispatch import Fixed
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
-from fp8moe.runtime.recording import Layout, Recording, raw_part
+from fp8moe.runtime.recording import Layout, Recording, check_part, raw_part
 
 
 class Step:
@@ -229,17 +229,24 @@ def _by_record(ctx: Any, dy: Tensor, half: Half | None, requested: tuple[str, ..
 def _part(t: Tensor, start: int, spec: ArraySpec) -> Tensor:
     """The array that begins at a byte of a saved tensor."""
     dtype = getattr(torch, spec.dtype.name)
-    whole = t.shape == spec.shape and t.dtype == dtype
-    return t if whole else t[start : start + spec.nbytes].view(dtype).view(spec.shape)
+    if t.shape == spec.shape and t.dtype == dtype:
+        return t
+    check_part(t.shape, t.itemsize, start, spec)
+    return t[start : start + spec.nbytes].view(dtype).view(spec.shape)
 
 
 def _in_dtype(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return grad if grad is None or grad.dtype == dtype else grad.to(dtype)
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """A saved tensor, in which arrays of any dtype may lie. Hooks may have put one of bytes anywhere."""
+    return t.clone() if t.ndim == 1 and t.dtype == torch.uint8 and t.data_ptr() % 16 else t
+
+
 def _saved_by_autograd(ctx: Any) -> Sequence[Tensor]:
     try:
-        return ctx.saved_tensors  # type: ignore[no-any-return]
+        return [_aligned(t) for t in ctx.saved_tensors]
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise

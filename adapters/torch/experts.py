@@ -92,6 +92,8 @@ def experts(
         read = as_stored(w13, transposed[0]), as_stored(w2, transposed[1])
     elif read is None:
         read = codes_now((w13, w2), layer)
+    if codes is not None or layer.precision.quantizes:
+        read = map_arrays(_as_bytes, tuple(read))
     gemm_weights = [*read] if bias13 is None else [*read, bias13.detach()]
     if is_eager:
         names = tuple([name for name, t in (*inputs, ("", topk_ids)) if t is not None])
@@ -117,6 +119,11 @@ def experts(
         operands = x, topk_ids, topk_probs, *leaves, tensors, handle_of_comm(comm)
         return forward_over_ranks_op(*operands, targets, options)[0]
     return compiled.Experts.apply(x, *leaves, topk_probs, topk_ids, tensors, targets, options)
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    """Codes of torch's float8 dtypes in the dtype of records; a view, which has the same version."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 def stored_transposed(w13: Any, w2: Any) -> tuple[bool, bool] | None:
@@ -162,6 +169,9 @@ class Like(NamedTuple):
         """y, as the earlier call has computed it."""
         step, recording = self.known  # type: ignore[misc]
         x, ids, probs, *rest = self.arrays
+        if not step.options.layer.precision.quantizes:
+            # saved as they are: the backward reads the forward's values, also if ``data`` is replaced
+            rest = [w.detach() for w in rest]
         given = eager.Given(step, rest, self.leaves[:3], recording, self.addresses)
         return eager.apply(x, *self.leaves, probs, ids, given)  # type: ignore[no-any-return]
 
@@ -225,9 +235,9 @@ def _describe_codes(codes: Any, leaves: tuple[Any, ...], arrays: list[Any], kind
             kinds.append(q is None)
     for w in leaves[:3]:
         if w is not None:
-            if type(w) not in PLAIN:
-                return False
-            kinds += (w.shape, w.dtype)
+            if type(w) not in PLAIN or w.layout is not torch.strided or (w.numel() and not w.data_ptr()):
+                return False  # also one that has no memory
+            kinds += (w.shape, w.dtype, w.device)
     if leaves[3] is not None:
         arrays.append(leaves[3])
     return True

@@ -21,7 +21,7 @@ from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters.torch.arguments import check_backend
 from fp8moe.adapters.torch.biases import add_bias, check_gathers_bias
 from fp8moe.adapters.torch.experts import Like, experts, like_of
-from fp8moe.adapters.torch.grouped import by_public_operations, suits_public_operations
+from fp8moe.adapters.torch.grouped import by_public_operations, is_always_the_cores, suits_public_operations
 from fp8moe.adapters.torch.operands import (
     Operands,
     check_sizes,
@@ -286,7 +286,9 @@ def _like(
         return None
     if fp8_weights is None and share_copies():
         return None
-    pair = w13 if type(w13) is tuple and len(w13) == 2 else (w13, None)
+    pair = w13 if type(w13) is tuple else (w13, None)
+    if len(pair) != 2 or (pair is w13 and None in pair):
+        return None
     how = *how, *map(type, how)  # 1 is a number of SMs, and True is not
     if torch.is_autocast_enabled("cuda"):
         how = *how, torch.get_autocast_dtype("cuda")
@@ -425,6 +427,8 @@ def apply_experts(
     if suits_public_operations(rows, weights, options, comm):
         y = by_public_operations(rows, weights, ids, probs, options, **exchange)
     else:
+        if not is_always_the_cores(rows, options):  # another call may have a ``main_grad``
+            like = None
         exchange |= {"handle": handle, "collector": collector, "like": like}
         y = experts(rows, weights, ids, probs, options, **exchange)
     if bias2 is not None:

@@ -35,15 +35,18 @@ def suits_public_operations(x: Tensor, weights: Operands, options: LayerOptions,
     torch's product requires, but not on Hopper. Only the core has a choice of backend, a limit of SMs,
     chunks, ranks in compiled code, a ``main_grad`` that the GEMM adds to, and a bias that it adds.
     """
-    if options.precision.quantizes or options.limits_gemms or x.dtype != torch.bfloat16:
-        return False
-    if weights.bias13 is not None or on_hopper(x):
+    if is_always_the_cores(x, options) or x.dtype != torch.bfloat16 or weights.bias13 is not None:
         return False
     if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
         return False
     if any(w.shape[2] % 8 for w in weights.masters):
         return False
     return all(main_grad_of(w) is None for w in weights.parameters or weights.masters)
+
+
+def is_always_the_cores(x: Tensor, options: LayerOptions) -> bool:
+    """Whether the core's recipe computes all experts with these options on x's device."""
+    return options.precision.quantizes or options.limits_gemms or on_hopper(x)
 
 
 def by_public_operations(

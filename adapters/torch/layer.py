@@ -491,7 +491,7 @@ class FP8FlowMoE(nn.Module):
                 topk_ids = topk_ids.masked_fill(padding[:, None], -1)
         compute = self._compute if torch.compiler.is_compiling() else self._compute_eagerly
         y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced, how)
-        if y.dtype == x.dtype and x.ndim == 2:
+        if y.dtype == x.dtype and y.shape == x.shape:
             return y
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
@@ -501,7 +501,7 @@ class FP8FlowMoE(nn.Module):
         if self._ranks.comm is not None or (kinds := kinds_of(x, w13, w2)) is None:
             return None
         sizes = self._hidden, self._ffn, self._num_experts, self._topk if self.router is None else None
-        return self._options, *sizes, *kinds
+        return self._options, torch.is_grad_enabled(), *sizes, *kinds
 
     def _check(self, x: Tensor, w13: Tensor, w2: Tensor) -> None:
         check_float("x", x)
@@ -713,6 +713,11 @@ class FP8FlowMoE(nn.Module):
         shapes = (self._options.activation.columns(ffn), hidden), (hidden, ffn)
         for name, w, shape in zip(("w13", "w2"), (w13, w2), shapes, strict=True):
             check_float(name, w, may_be_sharded=True)
+            if self._options.precision.quantizes and w.dtype not in _DTYPES:
+                raise TypeError(
+                    f"{name}: got dtype {w.dtype}; wanted {', '.join(map(str, _DTYPES))}; cast the layer "
+                    'to one of them, or make it with recipe="bf16"'
+                )
             check_own_experts(name, w, self._ranks.mesh)  # before the router's, as one check for both
             experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
             if w.shape != (experts, *shape):

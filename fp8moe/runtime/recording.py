@@ -242,7 +242,17 @@ def raw_part(raw: RawArray, start: int, spec: ArraySpec) -> RawArray:
     if raw.shape == spec.shape and raw.dtype == spec.dtype:
         return raw
     assert isinstance(raw, DeviceArray)
+    check_part(raw.shape, raw.dtype.itemsize, start, spec)
     return raw.part(start, spec.shape, spec.dtype)
+
+
+def check_part(shape: Sequence[int], itemsize: int, start: int, spec: ArraySpec) -> None:
+    """Refuse what is no memory of several arrays: a saved array whose shape has changed."""
+    if len(shape) != 1 or itemsize != 1 or start + spec.nbytes > shape[0]:
+        raise RuntimeError(
+            f"saved tensors: got one of shape {[*shape]} in place of {[*spec.shape]}, {spec.dtype.name}; "
+            "wanted the forward's; do not change the memory of weights, or saved tensors, before the backward"
+        )
 
 
 class Recording:
