@@ -201,22 +201,38 @@ def _multiply_codes(
     if not options.precision.quantizes:
         raise _unsupported_codes(experts, f"recipe {options.recipe!r}")
     w13, w2 = _records_of(experts)
-    if comm is None and getattr(experts, "_is_expert_parallel", False):
-        # transformers' own expert parallelism names the experts of other ranks num_experts
-        ids = torch.where(ids == experts.num_experts, -1, ids)
+    ids = _without_other_ranks(experts, ids, experts.num_experts, comm)
     arguments = {**options.arguments, "activation": activation_of(experts)}
     return moe_experts(x, w13, w2, ids, probs, **arguments, comm=comm)
+
+
+def _without_other_ranks(experts: Any, ids: Tensor, number: int, comm: Any) -> Tensor:
+    """ids with -1 for the experts of other ranks, which transformers' own expert parallelism calls
+    ``number``."""
+    if comm is None and getattr(experts, "_is_expert_parallel", False):
+        return torch.where(ids == number, -1, ids)
+    return ids
+
+
+def _has_codes(experts: Any) -> bool:
+    """Whether the parameters are a checkpoint's codes and scales, as `FP8Experts` has them."""
+    return hasattr(experts, "down_proj_scale_inv")
 
 
 @torch.compiler.disable
 def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
     """Codes and scales of an `FP8Experts`, in its own memory wherever that has the form of the GEMMs; kept
     then, as the records hold this memory, so that its addresses tell whether it is still the module's."""
+
+    def are_of_module(records: tuple[Quantized, Quantized]) -> bool:
+        arrays: Any = [a for q in records for a in (q.rowwise.data, q.rowwise.scales)]  # type: ignore[union-attr]
+        return [t.data_ptr() for t in arrays] == [t.data_ptr() for t in given]
+
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     given = [getattr(experts, n + of) for n in (first, "down_proj") for of in ("", "_scale_inv")]
     kept = vars(experts).get("_fp8moe_records")
-    if kept is not None and kept[0] == [t.data_ptr() for t in given]:
-        return kept[1]  # type: ignore[no-any-return]
+    if kept is not None and are_of_module(kept):
+        return kept  # type: ignore[no-any-return]
     if experts.activation_scheme != "dynamic":
         raise _unsupported_codes(experts, f"activation_scheme {experts.activation_scheme!r}")
     if experts.block_size is None or tuple(experts.block_size) != (128, 128):
@@ -235,9 +251,8 @@ def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
         fp8moe.from_block_fp8(w13.view(torch.uint8), scales13, parts=halves, rows=width, **memory),
         fp8moe.from_block_fp8(w2.view(torch.uint8), scales2, columns=width, **memory),
     )
-    addresses = [t.data_ptr() for t in given]
-    if addresses == [t.data_ptr() for q in records for t in (q.rowwise.data, q.rowwise.scales)]:
-        vars(experts)["_fp8moe_records"] = addresses, records
+    if are_of_module(records):
+        vars(experts)["_fp8moe_records"] = records
     return records
 
 
@@ -305,7 +320,7 @@ _options: dict[str, LayerOptions] = {}
 
 
 def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, comm: Any = None) -> Tensor:
-    if hasattr(experts, "down_proj_scale_inv"):
+    if _has_codes(experts):
         return _multiply_codes(experts, x, ids, probs, _options[name], comm)
     options = {**_options[name].arguments, "activation": activation_of(experts)}
     masters = _OfExperts.masters(experts)
@@ -319,9 +334,7 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
     if experts.has_bias:
         bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
         bias13 = gates_before_ups(bias13) if _is_interleaved(experts) else bias13
-    if comm is None and getattr(experts, "_is_expert_parallel", False):
-        # transformers' own expert parallelism names the experts of other ranks num_experts
-        ids = torch.where(ids == number, -1, ids)
+    ids = _without_other_ranks(experts, ids, number, comm)
     if hasattr(experts, "_fp8_weights"):
         rows = (x, probs) if bias13 is None else (x, probs, bias13)
         codes = options["fp8_weights"] = codes_of(experts, [*masters.values()], rows)
@@ -385,9 +398,7 @@ def _implementation_of(experts: Any) -> str:
 
 def _holder_of(module: nn.Module) -> type[Holder] | None:
     known = hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # set by transformers' decorator
-    known = known and not hasattr(
-        module, "down_proj_scale_inv"
-    )  # codes of a checkpoint, of which none are made
+    known = known and not _has_codes(module)  # of which none are made
     return _OfExperts if known and _implementation_of(module) in _options else None
 
 

@@ -84,10 +84,8 @@ def experts(
     is_eager = not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators())
     alone = is_eager and comm is None and collector is None and not dispatch_modes()
     read, transposed = codes, None
-    if codes is None:
-        read = None
-        if not layer.precision.quantizes:
-            read = [w.detach().to(x.dtype).contiguous() for w in (w13, w2)]
+    if codes is None and not layer.precision.quantizes:
+        read = [w.detach().to(x.dtype).contiguous() for w in (w13, w2)]
     if read is None and alone and (transposed := stored_transposed(w13, w2)) is not None:
         read = as_stored(w13, transposed[0]), as_stored(w2, transposed[1])
     elif read is None:

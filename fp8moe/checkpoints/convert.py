@@ -108,28 +108,37 @@ def convert(source: Path, target: Path, to: str, report: Callable[[str], None] =
     """
     if target.resolve() == source.resolve():
         raise ValueError(f"OUT: got {target}, which is IN; wanted another folder")
-    files = read_checkpoint(source)
-    config = _read_config(source)
-    every = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
-    weights = _weights(every)
-    settings = _quantization(config, every, weights, to)
-    scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
+    given = _read(source, to)
     target.mkdir(parents=True, exist_ok=True)
     with _alone_in(target):
-        _convert(source, target, to, report, files, weights, scales, config, settings)
+        _write_all(given, source, target, to, report)
 
 
-def _convert(
-    source: Path,
-    target: Path,
-    to: str,
-    report: Callable[[str], None],
-    files: dict[str, dict[str, Tensor]],
-    weights: dict[str, Weight],
-    scales: set[str],
-    config: dict[str, Any],
-    settings: dict[str, Any] | None,
-) -> None:
+class _Given(NamedTuple):
+    """A checkpoint: tensors by file and name, the experts' weights, names of their scales, and config.json as
+    the result has it."""
+
+    files: dict[str, dict[str, Tensor]]
+    weights: dict[str, Weight]
+    scales: set[str]
+    config: dict[str, Any]
+
+
+def _read(source: Path, to: str) -> _Given:
+    """Refuses what cannot be converted."""
+    files, config = read_checkpoint(source), _read_config(source)
+    every = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    weights = _weights(every)
+    scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
+    settings = _quantization(config, every, weights, to)
+    config.pop("quantization_config", None)
+    if settings is not None:
+        config["quantization_config"] = settings
+    return _Given(files, weights, scales, config)
+
+
+def _write_all(given: _Given, source: Path, target: Path, to: str, report: Callable[[str], None]) -> None:
+    files, weights, scales, config = given
     strangers = {path.name for path in target.glob("*.safetensors")} - files.keys()
     if strangers:
         raise ValueError(
@@ -167,9 +176,6 @@ def _convert(
     if (source / INDEX).exists():
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_text(target / INDEX, json.dumps(index, indent=2) + "\n")
-    config.pop("quantization_config", None)
-    if settings is not None:
-        config["quantization_config"] = settings
     write_text(target / "config.json", json.dumps(config, indent=2) + "\n")  # last: OUT is complete
     matrices = sum(weight.experts or 1 for weight in weights.values())
     report(f"{matrices} matrices of experts in {len(files)} files: {to}, written to {target} and read back")

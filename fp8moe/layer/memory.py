@@ -9,13 +9,13 @@ from typing import Any, Unpack
 import numpy as np
 
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.formats import BFLOAT16
+from fp8moe.formats import BFLOAT16, ceil_div
 from fp8moe.layer.checks import check_gradients, with_bias
 from fp8moe.layer.moe import experts_backward, experts_forward
-from fp8moe.layer.options import LayerArguments, LayerOptions, options_of
+from fp8moe.layer.options import LayerArguments, options_of
 from fp8moe.layer.recipes import GRADIENTS
-from fp8moe.ops.quantize import quant_spec
-from fp8moe.records import ArraySpec, Quantized
+from fp8moe.ops.quantize import parts_spec
+from fp8moe.records import ArraySpec
 from fp8moe.runtime import checks
 from fp8moe.runtime.dispatch import NOWHERE
 from fp8moe.runtime.interop import NUMPY
@@ -152,12 +152,12 @@ def memory(
     checks.flag("bias13", bias13)
     check_gradients(gradients)
     kind = DTYPES[dtype]
-    ffn = -(-ffn // recipe.ffn_multiple) * recipe.ffn_multiple
+    ffn = ceil_div(ffn, recipe.ffn_multiple) * recipe.ffn_multiple
     columns = activation.columns(ffn)
     shapes = (num_experts, columns, hidden), (num_experts, hidden, ffn)
     weights: list[Any] = [ArraySpec(shape, kind) for shape in shapes]
     if recipe.quantizes:
-        weights = [_copies(shape, how) for shape in shapes]
+        weights = [parts_spec(w, "e4m3", how.keeps_columnwise) for w in weights]
     bias_kind = kind if kind == np.float64 else checks.FLOAT32
     layer: list[Any] = [
         ArraySpec((tokens, hidden), kind),
@@ -197,15 +197,6 @@ def memory(
         backward=backward,
         workspace=None if device is None else _most(call, scratch=True),
     )
-
-
-def _copies(shape: tuple[int, int, int], options: LayerOptions) -> Quantized:
-    """The FP8 forms of a weight that a forward makes."""
-    block = (128, 128)
-    rowwise = quant_spec(shape, "e4m3", block, "compact")
-    if not options.keeps_columnwise:
-        return Quantized(rowwise)
-    return Quantized(rowwise, quant_spec(shape, "e4m3", block, "compact", transposed=True))
 
 
 def _most(call: DryRun, begin: int = 0, *, scratch: bool = False) -> int:
