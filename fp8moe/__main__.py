@@ -1,14 +1,16 @@
 """The command line: ``fp8moe {demo,info,selftest,convert,compile,bench}``, or ``python -m fp8moe COMMAND``.
 
-Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement; 141 a closed pipe, as of
-``| head``.
+Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement; 141 a pipe that is closed
+before the end, as by ``| head``, of ``info``, which checks nothing, 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import fp8moe
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder")
     demo.add_argument("--no-check", action="store_true", help="report only: exit code 0 for any losses")
 
-    info = verbs.add_parser("info", help="versions, devices, which backends and doors work, what to install")
+    info = verbs.add_parser("info", help="versions, devices, operations and what runs them, what to install")
     info.add_argument(
         "--memory",
         nargs=5,
@@ -73,8 +75,6 @@ def parser() -> argparse.ArgumentParser:
         help=f"an architecture such as sm_90a; repeatable (default: {' '.join(ARCHITECTURES)})",
     )
 
-    compile_.add_argument("--json", action="store_true", help="print one JSON object")
-
     bench = verbs.add_parser("bench", help="time operations, relative to this machine's copy bandwidth")
     bench.add_argument(
         "topics",
@@ -90,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
         choices=("cupy", "torch"),
         help="on CUDA: the allocator of the arrays (default: cupy's memory pool)",
     )
+    for verb in (info, selftest, compile_, bench):
+        verb.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     return top
 
 
@@ -113,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # nobody reads any more; what is still buffered goes nowhere at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # that of SIGPIPE, as other commands
+        return 0 if arguments.verb == "info" else 128 + 13  # that of SIGPIPE, as other commands
     except (fp8moe.BackendUnavailable, OSError, ValueError) as error:
         print(f"fp8moe {arguments.verb}: {error}", file=sys.stderr)
         return 2
@@ -145,14 +147,22 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from fp8moe import info
 
-    print(info.memory_report(tuple(arguments.memory)) if arguments.memory else info.report())
+    if arguments.memory:
+        sizes = tuple(arguments.memory)
+        rows = {name: asdict(of) for name, of in info.memory_rows(sizes).items()} if arguments.json else {}
+        print(json.dumps(rows) if arguments.json else info.memory_report(sizes))
+    elif arguments.json:
+        print(json.dumps(info.state()))
+    else:
+        for line in info.lines():
+            print(line)
     return 0
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
     from fp8moe import selftest
 
-    return selftest.main(arguments.device, arguments.seed)
+    return selftest.main(arguments.device, arguments.seed, arguments.json)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -178,6 +188,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.out,
         allocator=arguments.allocator,
         only_list=arguments.list,
+        as_json=arguments.json,
     )
 
 

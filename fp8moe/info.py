@@ -1,4 +1,4 @@
-"""Environment report: versions, devices, which backends and doors work, and what to install."""
+"""Environment report: versions, devices, operations and what runs them, interfaces, what to install."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import fp8moe
 from fp8moe.kernels_cuda.runtime.compiler import cache_folder_name
+from fp8moe.runtime.tables import line, table
 
-#: modules that exist both in `fp8moe.reference` and in `fp8moe.kernels_cuda`
-ROOMS = (
-    *("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router"),
-    *("bias", "adamw", "expert_parallel", "forms"),
-)
-# door -> (package that it requires, how to install it)
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
+#: public module -> (package that it requires, how to install it)
 DOORS = {
     "torch": _TORCH,
     "jax": _JAX,
@@ -41,33 +39,108 @@ OPTIONAL = {
 }
 
 
-def report() -> str:
-    lines = [
-        f"fp8moe {fp8moe.__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"CPU      {os.cpu_count()} cores",
-    ]
-    for package in ("numpy", "ml_dtypes", "numba", "torch", "jax", "numba-cuda"):
-        lines.append(f"{package:12} {_version(package) or 'not installed'}")
-    cupy = next((p for p in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if _version(p)), None)
-    lines.append(f"{'cupy':12} {f'{_version(cupy)} ({cupy})' if cupy else 'not installed'}")
-    lines.append(f"{'cache':12} {cache_folder_name()}")
-    lines += ["", "devices", *_devices(), "", "backends"]
-    lines.append(f"  reference     {_try(_load_reference)}")
-    if cupy is None:
-        lines.append("  kernels_cuda  not working: CuPy is missing; pip install 'fp8moe[cuda13]'")
-    else:
-        lines.append(f"  kernels_cuda  {_try(_require_device)}")
-        lines += _products()
-    lines += ["", "doors"]
-    entries: list[tuple[str, str, str, Callable[[], object]]] = [
-        *((f"fp8moe.{d}", package, fix, partial(_load_door, d, fix)) for d, (package, fix) in DOORS.items()),
-        *((p, p, fix, partial(importlib.import_module, p)) for p, fix in OPTIONAL.items()),
-    ]
-    for name, package, fix, load in entries:
-        is_there = importlib.util.find_spec(package) is not None
-        state = _try(load) if is_there else f"not working: {package} is missing; {fix}"
-        lines.append(f"  {name:34} {state}")
-    return "\n".join(lines)
+def state() -> dict[str, Any]:
+    """What `lines` prints, as one object for JSON."""
+    return dict(_parts())
+
+
+def lines() -> Iterator[str]:
+    """The report, line by line, since importing every installed framework takes some seconds."""
+    for part, of in _parts():
+        yield from _IN_WORDS[part](of)
+
+
+def _parts() -> Iterator[tuple[str, Any]]:
+    yield "versions", {"fp8moe": fp8moe.__version__, "python": platform.python_version(), **_packages()}
+    yield "platform", {"system": platform.platform(), "cores": os.cpu_count()}
+    yield "cache", cache_folder_name()
+    missing = missing_for_cuda()
+    devices = [] if missing else _cuda_devices()
+    yield "cuda", {"missing": missing, "devices": devices}
+    cpu = _error_of(lambda: [importlib.import_module(f"fp8moe.reference.{topic}") for topic in _topics()])
+    yield "operations", {"cpu": cpu or "works", "cuda": missing or "works", "topics": operations()}
+    yield "products", {d["name"]: d.pop("products") for d in devices}
+    yield "interfaces", {name: _interface(name, *needs) for name, needs in _interfaces().items()}
+
+
+def operations() -> dict[str, list[str]]:
+    """Public operations by topic."""
+    topics: dict[str, list[str]] = {}
+    for name in fp8moe.__all__:
+        room, _, topic = getattr(getattr(fp8moe, name), "__module__", "").rpartition(".")
+        if room == "fp8moe.ops" and name.islower():
+            topics.setdefault(topic, []).append(name)
+        elif topic == "moe" and name.islower():
+            topics.setdefault("layer", []).append(name)
+    return topics
+
+
+def _versions_in_words(of: dict[str, str]) -> Iterator[str]:
+    named = dict(of)
+    yield f"fp8moe {named.pop('fp8moe')}, Python {named.pop('python')}"
+    yield from _wrapped("  with ", [f"{name} {version}" for name, version in named.items()])
+
+
+def _operations_in_words(of: dict[str, Any]) -> Iterator[str]:
+    cpu = "by NumPy and Numba" if of["cpu"] == "works" else f"not working: {of['cpu']}"
+    yield f"operations    on the CPU {cpu}"
+    if of["cuda"] == "works":
+        yield "              on CUDA by kernels that are compiled when they are first called"
+    for topic, names in of["topics"].items():
+        yield from _wrapped(f"  {topic:13} ", names)
+
+
+def _products_in_words(of: dict[str, list[str]]) -> Iterator[str]:
+    for name, products in of.items():
+        yield f"products on {name}"
+        yield from (f"  {product}" for product in products)
+
+
+def _cuda_in_words(of: dict[str, Any]) -> Iterator[str]:
+    if of["missing"]:
+        fix = "" if "cupy" in sys.modules else "; pip install 'fp8moe[cuda13]'"
+        yield f"CUDA          not used: {of['missing']}{fix}"
+    for d in of["devices"]:
+        yield (
+            f"{d['name']}        {d['model']}, {d['architecture']}, {d['multiprocessors']} SMs, "
+            f"{d['memory_bytes'] / 2**30:.0f} GiB, driver for CUDA {d['driver']}, runtime {d['runtime']}"
+        )
+
+
+def _interfaces_in_words(of: dict[str, dict[str, str]]) -> Iterator[str]:
+    yield "interfaces"
+    there = [(name, one["state"]) for name, one in of.items() if one["state"] != "not installed"]
+    yield from (line(row, (-35, -1)) for row in ((f"  {name}", state) for name, state in there))
+    absent: dict[str, list[str]] = {}
+    for name, one in of.items():
+        if one["state"] == "not installed":
+            absent.setdefault(one["install"], []).append(name.removeprefix("fp8moe."))
+    yield from _wrapped("  not installed: ", [f"{', '.join(n)} ({fix})" for fix, n in absent.items()], "; ")
+
+
+def _wrapped(head: str, words: Sequence[str], by: str = ", ") -> list[str]:
+    """The words after a head, in lines of 100 characters that are broken between words only."""
+    if not words:
+        return []
+    texts = [head + words[0]]
+    for word in words[1:]:
+        if len(texts[-1]) + len(by) + len(word) > 100:
+            texts[-1] += by.rstrip()
+            texts.append(" " * len(head) + word)
+        else:
+            texts[-1] += by + word
+    return texts
+
+
+_IN_WORDS: dict[str, Callable[[Any], Iterable[str]]] = {
+    "versions": _versions_in_words,
+    "platform": lambda of: [f"CPU           {of['cores']} cores, {of['system']}"],
+    "cache": lambda of: [f"kernel cache  {of}"],
+    "cuda": _cuda_in_words,
+    "operations": _operations_in_words,
+    "products": _products_in_words,
+    "interfaces": _interfaces_in_words,
+}
 
 
 #: rows of `memory_rows`
@@ -95,18 +168,46 @@ MEMORY_COLUMNS = ("saved", "x", "h", "a", "copies", "copies_saved", "forward", "
 
 def memory_report(sizes: tuple[int, int, int, int, int]) -> str:
     """`memory_rows` as text, in MiB."""
-    head = "".join(f"{name.replace('_', ' '):>14}" for name in MEMORY_COLUMNS)
-    lines = [f"{'MiB, without master weights':48}{head}"]
+    rows = [["MiB, without master weights", *(name.replace("_", " ") for name in MEMORY_COLUMNS)]]
     for name, of in memory_rows(sizes).items():
-        lines.append(f"{name:48}" + "".join(f"{getattr(of, c) / 2**20:14.1f}" for c in MEMORY_COLUMNS))
-    return "\n".join(lines)
+        rows.append([name, *(f"{getattr(of, c) / 2**20:.1f}" for c in MEMORY_COLUMNS)])
+    return "\n".join(table(rows))
 
 
-def _load_door(door: str, fix: str) -> None:
-    importlib.import_module(f"fp8moe.{door}")
-    # CuPy imports without NCCL's library, and stands in for the module that needs it
-    if door == "cupy" and not getattr(importlib.import_module("cupy").cuda.nccl, "available", True):
-        raise RuntimeError(f"CuPy does not find NCCL; {fix}")
+def _interfaces() -> dict[str, tuple[str, str]]:
+    return {f"fp8moe.{name}": needs for name, needs in DOORS.items()} | {
+        p: (p, f) for p, f in OPTIONAL.items()
+    }
+
+
+def _interface(name: str, package: str, fix: str) -> dict[str, str]:
+    """Whether a module can be imported here: "works", "not installed", or what is wrong."""
+    if importlib.util.find_spec(package) is None:
+        return {"state": "not installed", "install": fix}
+    if error := _error_of(lambda: _load(name)):
+        return {"state": f"not working: {error}", "install": fix}
+    if not name.startswith("fp8moe.transformer_engine."):
+        return {"state": "works"}
+    engine = "installed" if importlib.util.find_spec("transformer_engine") else "not installed"
+    return {"state": f"Transformer Engine's names for these operations ({engine}, and not needed)"}
+
+
+def _load(name: str) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of others, as CuPy's about NCCL
+        importlib.import_module(name)
+        # CuPy imports without NCCL's library, and stands in for the module that needs it
+        if name == "fp8moe.cupy" and not getattr(
+            importlib.import_module("cupy").cuda.nccl, "available", True
+        ):
+            raise RuntimeError("CuPy does not find NCCL; pip install 'fp8moe[cuda13]' nvidia-nccl-cu13")
+
+
+def _error_of(action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def cuda_is_ready() -> bool:
@@ -118,92 +219,77 @@ def missing_for_cuda() -> str | None:
     """Why operations cannot run on a CUDA device of this machine; None if they can."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
-    try:
-        _require_device()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    return _error_of(_require_device)
 
 
 def _require_device() -> None:
     runtime = importlib.import_module("cupy").cuda.runtime
     if runtime.getDeviceCount() == 0:
         raise RuntimeError("no CUDA device")
-    for room in ROOMS:
-        importlib.import_module(f"fp8moe.kernels_cuda.{room}")
-    importlib.import_module("fp8moe.kernels_cuda.runtime.driver").architecture(
-        0
-    )  # raises for one that is too old
+    for topic in _topics():
+        importlib.import_module(f"fp8moe.kernels_cuda.{topic}")
+    # raises for one that is too old
+    importlib.import_module("fp8moe.kernels_cuda.runtime.driver").architecture(0)
 
 
-def _devices() -> list[str]:
-    if importlib.util.find_spec("cupy") is None:
-        return ["  CPU only as far as can be seen: CuPy is not installed"]
-    try:
-        runtime = importlib.import_module("cupy").cuda.runtime
-        entries = []
-        for i in range(runtime.getDeviceCount()):
-            p = runtime.getDeviceProperties(i)
-            entries.append(
-                f"  cuda:{i}  {p['name'].decode()}, sm_{p['major']}{p['minor']}, "
-                f"{p['multiProcessorCount']} SMs, {p['totalGlobalMem'] / 2**30:.0f} GiB"
-            )
-        driver, toolkit = runtime.driverGetVersion(), runtime.runtimeGetVersion()
-        return [*entries, f"  driver for CUDA {_cuda(driver)}, runtime {_cuda(toolkit)}"]
-    except Exception as error:
-        return [f"  CuPy finds no usable CUDA device: {error}"]
+def _topics() -> Iterator[str]:
+    """Modules of kernels that CUDA operations call, as the reference has them."""
+    names = (m.name for m in pkgutil.iter_modules(importlib.import_module("fp8moe.reference").__path__))
+    return (name for name in names if name != "numerics")
 
 
-def _products() -> list[str]:
-    """The grouped GEMM backend that each device uses, and why no faster one."""
-    lines: list[str] = []
-    try:
-        driver = importlib.import_module("fp8moe.kernels_cuda.runtime.driver")
-        grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
-        for i in range(driver.runtime.getDeviceCount()):
+def _cuda_devices() -> list[dict[str, Any]]:
+    runtime = importlib.import_module("cupy").cuda.runtime
+    driver = importlib.import_module("fp8moe.kernels_cuda.runtime.driver")
+    grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
+    devices = []
+    for i in range(runtime.getDeviceCount()):
+        p = runtime.getDeviceProperties(i)
+        try:
             architecture = driver.architecture(i)
-            lines += ["", f"products on cuda:{i}, {architecture}"]
-            lines += [f"  {line}" for line in grouped_gemm.describe(architecture)]
-    except Exception as error:
-        return [*lines, "", f"products: not known, {type(error).__name__}: {error}"]
-    return lines
+        except RuntimeError as error:  # of another device than the first, that is too old
+            architecture, products = str(error), []
+        else:
+            products = grouped_gemm.describe(architecture)
+        devices.append(
+            {
+                "name": f"cuda:{i}",
+                "model": p["name"].decode(),
+                "architecture": architecture,
+                "multiprocessors": p["multiProcessorCount"],
+                "memory_bytes": p["totalGlobalMem"],
+                "driver": _cuda(runtime.driverGetVersion()),
+                "runtime": _cuda(runtime.runtimeGetVersion()),
+                "products": products,
+            }
+        )
+    return devices
 
 
 def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _version(package: str | None) -> str | None:
+def _packages() -> dict[str, str]:
+    """Versions of the installed packages that run operations or call them."""
+    packages = "numpy ml_dtypes numba cupy-cuda13x cupy-cuda12x cupy numba-cuda torch jax transformers"
+    return {p: v for p in packages.split() if (v := _version(p))}
+
+
+def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package) if package else None
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _load_reference() -> None:
-    for room in ROOMS:
-        importlib.import_module(f"fp8moe.reference.{room}")
-
-
-def _try(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"not working: {type(error).__name__}: {error}"
-    return "works"
 
 
 # Metadata that is stored with benchmark results.
 
 
 def versions() -> dict[str, str]:
-    entries = {"python": platform.python_version(), "fp8moe": fp8moe.__version__}
-    for package in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x"):
-        try:
-            entries[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return entries
+    of = {p: _version(p) for p in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x")}
+    installed = {p: v for p, v in of.items() if v is not None}
+    return {"python": platform.python_version(), "fp8moe": fp8moe.__version__, **installed}
 
 
 def commit() -> str:

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 from fp8moe.kernels_cuda import plan
 from fp8moe.kernels_cuda.runtime import compiler, numba_cuda, replay
+from fp8moe.runtime.tables import line
+
+#: title and width of the printed columns
+COLUMNS = {"kernel": -58, "arch": -9, "registers": 9, "spill bytes": 11, "shared": 7, "ms": 6}
 
 
 class _Compiled(NamedTuple):
@@ -43,7 +47,7 @@ def main(architectures: list[str] | None, as_json: bool = False) -> int:
             )
     if not as_json:
         print(f"NVRTC {version}, cache {compiler.cache_folder_name()}")
-        print(f"{'kernel':58} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
+        print(line(COLUMNS, COLUMNS.values()))
     of = architectures or compiler.ARCHITECTURES
     start_one, now = compiler.nvrtc_threads.start, compiler.NEEDED
     rows = []
@@ -116,9 +120,11 @@ def _described(row: _Compiled) -> dict[str, Any]:
 def _print_row(row: _Compiled) -> None:
     took, of = row.seconds * 1e3, " ".join(row.defines)
     if row.error:
-        print(f"{row.source:58} {row.architecture:9} FAILED {of}\n{row.error}")
+        print(line((row.source, row.architecture, f"FAILED {of}"), (-58, -9, -1)), row.error, sep="\n")
     for name, registers, spills, shared in row.kernels:
         label = f"{row.source.removesuffix('.cu')}.{name} {of}"
-        print(f"{label:58} {row.architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")
+        cells = (label, row.architecture, registers, spills, shared, f"{took:.0f}")
+        print(line(cells, COLUMNS.values()))
     if not row.kernels and not row.error:
-        print(f"{row.source + ' ' + of:58} {row.architecture:9} {'':9} {'':11} {'':7} {took:6.0f}")
+        cells = (f"{row.source} {of}", row.architecture, "", "", "", f"{took:.0f}")
+        print(line(cells, COLUMNS.values()))

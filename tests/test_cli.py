@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import pkgutil
@@ -21,6 +22,7 @@ from fp8moe.__main__ import main
 from fp8moe.bench import harness
 from fp8moe.demo import train
 from fp8moe.formats import FLOAT8_DTYPES
+from fp8moe.runtime import tables
 
 
 def call(*arguments):
@@ -39,24 +41,81 @@ def test_help_names_every_verb():
     assert fp8moe.__version__ in call("--version").stdout
 
 
-def test_info(capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def report():
+    """What `info` finds here; it imports every framework, which takes 10 s."""
+    return info.state()
+
+
+def printed(part, of):
+    return "\n".join(info._IN_WORDS[part](of))
+
+
+def test_info_lists_operations_and_what_runs_them(report, capsys, monkeypatch):
+    operations = report["operations"]
+    names = {name for names in operations["topics"].values() for name in names}
+    public = {n for n in fp8moe.__all__ if inspect.isfunction(getattr(fp8moe, n))}
+    assert names == public - {"memory", "trace"}
+    assert operations["cpu"] == "works"
     monkeypatch.setenv("FP8MOE_CACHE_DIR", "/a/cache")
+    monkeypatch.setattr(info, "_interfaces", dict)  # their imports
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for words in ("numpy", "reference +works", r"fp8moe\.torch +works", "devices", "cache +/a/cache\n"):
-        assert re.search(words, text)
+    words = ("numpy", "kernel cache +/a/cache\n", "operations +on the CPU by NumPy and Numba")
+    for wanted in (*words, *(rf"\b{name}\b" for name in names)):
+        assert re.search(wanted, text), wanted
+    assert "_cuda" not in text  # names of modules
+    assert main(["info", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["operations"]["topics"], told["cache"]) == (operations["topics"], "/a/cache")
+    assert main(["info", "--memory", "512", "256", "128", "4", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["bf16"]["saved"] == fp8moe.memory(512, 256, 128, 4, 2, recipe="bf16").saved
+
+
+def test_info_does_not_say_that_an_absent_transformer_engine_works(report):
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("it is installed")
+    interfaces = report["interfaces"]
+    names = [name for name in interfaces if "transformer_engine" in name]
+    assert len(names) == 2
+    for name in names:
+        assert "works" not in interfaces[name]["state"]
+        assert "not installed" in interfaces[name]["state"]
+    for name in ("torch", "jax"):
+        if importlib.util.find_spec(name) is not None:
+            assert interfaces[f"fp8moe.{name}"] == {"state": "works"}
+
+
+def test_info_is_short_on_a_base_install(monkeypatch, capsys):
+    """Of what is not installed there is one list, with what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "CuPy is not installed; pip install 'fp8moe[cuda13]'" in text
+    assert "torch, transformer_engine.pytorch (pip install 'fp8moe[torch]')" in text
+    assert text.count("not installed") == 2
+    assert len(text.splitlines()) < 30
+    assert max(map(len, text.splitlines())) <= 110
 
 
 @pytest.mark.parametrize(("architecture", "fp8"), [("sm_86", "mma"), ("sm_90a", "wgmma"), ("sm_120a", "mma")])
 def test_info_lists_the_backend_of_each_product(monkeypatch, architecture, fp8):
-    pytest.importorskip("cupy")
+    cupy = pytest.importorskip("cupy")
     from fp8moe.kernels_cuda.runtime import driver
 
-    monkeypatch.setattr(driver, "runtime", SimpleNamespace(getDeviceCount=lambda: 2))
+    properties = {"name": b"A GPU", "multiProcessorCount": 7, "totalGlobalMem": 2**31}
+    runtime = {"getDeviceCount": lambda: 2, "getDeviceProperties": lambda device: properties}
+    versions = {f"{of}GetVersion": lambda: 13020 for of in ("driver", "runtime")}
+    monkeypatch.setattr(cupy.cuda, "runtime", SimpleNamespace(**runtime, **versions))
     monkeypatch.setattr(driver, "architecture", lambda device: ("sm_80", architecture)[device])
-    text = info.report()
-    first, second = text.partition(f"products on cuda:1, {architecture}")[::2]
-    assert "products on cuda:0, sm_80" in first
+    monkeypatch.setattr(info, "_interfaces", dict)
+    text = "\n".join(info.lines())
+    assert f"cuda:1        A GPU, {architecture}, 7 SMs, 2 GiB, driver for CUDA 13.2, runtime 13.2" in text
+    assert "on CUDA by kernels" in text
+    second = text.partition("products on cuda:1\n")[2]
+    assert "products on cuda:0\n" in text
     lines = [line.split() for line in second.splitlines()]
     assert ["grouped_gemm", "FP8", fp8] in [line[:3] for line in lines]
     assert ["grouped_gemm_wgrad", "bfloat16", fp8] in [line[:3] for line in lines]
@@ -68,6 +127,21 @@ def test_selftest_passes_on_fresh_inputs(capsys):
     text = capsys.readouterr().out
     assert text.count(" ok ") + text.count(" not checked") == len(selftest.CHECKS) + len(selftest.FRAMEWORKS)
     assert "all checks passed" in text
+
+
+def test_selftest_as_json(monkeypatch, capsys):
+    def broken(_):
+        raise ValueError("wrong")
+
+    monkeypatch.setattr(selftest, "CHECKS", {"one": lambda _: None, "two": broken})
+    monkeypatch.setattr(selftest, "FRAMEWORKS", {})
+    assert main(["selftest", "--device", "cpu", "--seed", "7", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["seed"], told["failed"]) == (7, 1)
+    assert [(c["device"], c["name"], c["state"], c["detail"]) for c in told["checks"]] == [
+        ("cpu", "one", "ok", ""),
+        ("cpu", "two", "FAILED", "ValueError: wrong"),
+    ]
 
 
 def detects(monkeypatch, spoil, verb):
@@ -200,13 +274,16 @@ def test_device_without_the_instructions_of_the_kernels(monkeypatch):
     words = "CUDA device 0 has compute capability 7.5; wanted 8.0 or newer"
     with pytest.raises(RuntimeError, match=words):
         driver.architecture(0)
-    assert re.search(f"kernels_cuda +not working: RuntimeError: {words}", info.report())
     assert words in info.missing_for_cuda()
+    assert words in printed("cuda", {"missing": info.missing_for_cuda(), "devices": []})
 
 
 def test_bench_writes_json_lines(tmp_path, capsys):
     out = tmp_path / "results" / "cpu.jsonl"
-    assert main(["bench", "quantize", "permute", "--device", "cpu", "--quick", "--out", str(out)]) == 0
+    command = ["bench", "quantize", "permute", "--device", "cpu", "--quick", "--out", str(out), "--json"]
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"] == [json.loads(line) for line in out.read_text().splitlines()]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["topic"] for line in lines} == {"quantize", "permute"}
     for line in lines:
@@ -228,6 +305,9 @@ def test_bench_does_not_time_wrong_results(monkeypatch, capsys):
     monkeypatch.setattr(quantize, "cases", lambda size: cases)
     assert main(["bench", "quantize", "--device", "cpu", "--quick"]) == 1
     assert "WRONG RESULT" in capsys.readouterr().out
+    assert main(["bench", "quantize", "--device", "cpu", "--quick", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rows"], [c["name"] for c in told["wrong"]]) == ([], [c.name for c in cases])
 
 
 def test_benchmark_uses_more_memory_than_the_cache():
@@ -350,12 +430,14 @@ def test_the_sample_of_the_demo_has_no_control_characters():
     assert printable("a\n\x1b[2Jb\x07\x9b\u0627") == "a\n\\x1b[2Jb\\x07\\x9b\u0627"
 
 
-def test_a_pipe_gets_lines_at_once_and_may_be_closed():
+@pytest.mark.parametrize(("verb", "code"), [("info", 0), ("selftest", 141)])
+def test_a_pipe_gets_lines_at_once_and_may_be_closed(verb, code):
+    """A self-test that nobody reads to the end has not passed; `info` has done its work."""
     program = (
         "import sys; from fp8moe import __main__ as m, info; "
         "lines = lambda: [print('x' * 99) for _ in range(9999)]; "
-        "m._info = lambda _: (print('first'), sys.stdin.read(1), lines(), 0)[-1]; "
-        "sys.exit(m.main(['info']))"
+        f"m._{verb} = lambda _: (print('first'), sys.stdin.read(1), lines(), 0)[-1]; "
+        f"sys.exit(m.main(['{verb}']))"
     )
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", program], **streams, text=True) as process:
@@ -363,7 +445,7 @@ def test_a_pipe_gets_lines_at_once_and_may_be_closed():
         process.stdout.close()
         process.stdin.write("go")
         process.stdin.close()
-        assert (process.stderr.read(), process.wait()) == ("", 141)
+        assert (process.stderr.read(), process.wait()) == ("", code)
 
 
 def test_benchmarks_make_the_arrays_of_one_shape_at_a_time(monkeypatch):
@@ -379,6 +461,12 @@ def test_benchmarks_make_the_arrays_of_one_shape_at_a_time(monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert isinstance(harness.progress(), harness.Silent)
+
+
+def test_a_table_aligns_its_columns():
+    rows = [["recipe", "bytes"], ["bf16", 12345678], ["fp8", 1]]
+    assert tables.table(rows) == ["recipe     bytes", "bf16    12345678", "fp8            1"]
+    assert tables.line(("a", 12, "longer than that"), (-3, 4, -2)) == "a     12 longer than that"
 
 
 def test_the_roofline_is_drawn(tmp_path):

@@ -2,6 +2,7 @@
 in half the memory, through every form of the layer."""
 
 import itertools
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -254,6 +255,16 @@ def test_codes_given_to_the_function(device, recompute, compiled):
     for others in results[1:]:
         for a, b in zip(results[0], others, strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_module_that_keeps_copies_says_so_once(caplog):
+    layer = FP8FlowMoE(H, F, E, topk=2, recipe="fp8_flow", weight_copies="rowwise")
+    with caplog.at_level(logging.INFO, "fp8moe"):
+        for _ in range(2):
+            with weights_unchanged(layer):
+                layer(torch.randn(8, H))
+    told = [r.getMessage() for r in caplog.records if "copies" in r.getMessage()]
+    assert told == [f"FP8 copies are kept of FP8FlowMoE, {one_byte(layer.w13, layer.w2):.0f} bytes"]
 
 
 def test_the_backward_of_overwritten_codes_raises():

@@ -9,6 +9,7 @@ functions are given; a set of copies is a `Copies`; a `Holder` says where a kind
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +36,8 @@ from fp8moe.runtime.record_trees import arrays_in
 from fp8moe.runtime.scopes import Opening, Scope
 
 __all__ = ["model_report", "weights_unchanged"]
+
+_log = logging.getLogger(__name__)
 
 #: those of weights_unchanged(), None without
 Optimizers = tuple[torch.optim.Optimizer, ...] | None
@@ -109,6 +112,7 @@ class FP8Weights:
         self.holder = holder
         self.kept: Copies | None = None
         self.declared: dict[int, Declared] = {}
+        self.is_logged = False
         self._module: Callable[[], Any] = weakref.ref(module)
 
     @property
@@ -272,6 +276,10 @@ class FP8Weights:
         self._hold(Copies(self, records, requested=False, captured=False)).made_in = optimizer
 
     def _hold(self, new: Copies) -> Copies:
+        if not self.is_logged:  # once for each module, not in each step
+            self.is_logged = True
+            whose = "a function's weights" if isinstance(self.module, _Given) else type(self.module).__name__
+            _log.info("FP8 copies are kept of %s, %d bytes", whose, new.nbytes)
         for declared in self.declared.values():
             if not new.captured:
                 declared.copies = new

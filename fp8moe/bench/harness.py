@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp8moe.info import command, commit, versions
+from fp8moe.runtime import tables
 from fp8moe.runtime.record_trees import arrays_in, nbytes
 
 CACHE_BYTES = 50_000_000  # L2 of an H200
@@ -292,10 +293,11 @@ def main(
     *,
     allocator: str | None = None,
     only_list: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Time every case of the topics; return 1 if a result was wrong."""
     if only_list:
-        print("\n".join(TOPICS))
+        print(json.dumps(TOPICS) if as_json else "\n".join(TOPICS))
         return 0
     unknown = [t for t in topics if t not in TOPICS]
     if unknown:
@@ -309,16 +311,24 @@ def main(
     machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
     with torch_memory() if allocator == "torch" else nullcontext():
         size: Size = "quick" if quick else "cuda" if device == "cuda" else "cpu"
-        return _measured(topics or list(TOPICS), machine, size, out)
+        return _measured(topics or list(TOPICS), machine, size, out, as_json)
 
 
-def _measured(topics: list[str], machine: Cpu | Cuda, size: Size, out: Path | None) -> int:
+#: title and width of the printed columns
+COLUMNS = {
+    **{"case": -34, "shape": -34, "us": 10, "limit us": 9, "%": 5},
+    **{"TFLOP/s": 8, "host us": 8, "extra": 7},
+}
+
+
+def _measured(topics: list[str], machine: Cpu | Cuda, size: Size, out: Path | None, as_json: bool) -> int:
     """Prints the table of the topics and appends their rows; returns 1 if a result was wrong."""
     rate = machine.copy_rate()
-    print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
-    columns = ("us", 10), ("limit us", 9), ("%", 5), ("TFLOP/s", 8), ("host us", 8), ("extra", 7)
-    print(f"{'case':34} {'shape':34} " + " ".join(f"{name:>{width}}" for name, width in columns))
-    wrong = 0
+    if not as_json:
+        print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
+        print(tables.line(COLUMNS, COLUMNS.values()))
+    rows: list[dict[str, Any]] = []
+    wrong: list[dict[str, str]] = []
     with progress() as bar:
         for topic in topics:
             for case in importlib.import_module(f"fp8moe.bench.{topic}").cases(size):
@@ -326,11 +336,17 @@ def _measured(topics: list[str], machine: Cpu | Cuda, size: Size, out: Path | No
                 result = measure(topic, case, machine, rate, 5 if size == "quick" else 15)
                 bar.update()
                 if result is None:
-                    wrong += 1
-                    bar.write(f"{case.name:34} {case.shape:34} WRONG RESULT, not timed")
-                    continue
-                bar.write(line(result))
-                append(out, asdict(result))
+                    wrong.append({"topic": topic, "name": case.name, "shape": case.shape})
+                    text = tables.line((case.name, case.shape, "WRONG RESULT, not timed"), (-34, -34, -1))
+                else:
+                    rows.append(asdict(result))
+                    append(out, rows[-1])
+                    text = line(result)
+                if not as_json:
+                    bar.write(text)
+    if as_json:
+        told = {"device": machine.name, "copy_gb_s": rate / 1e9, "rows": rows, "wrong": wrong}
+        print(json.dumps(told))
     return 1 if wrong else 0
 
 
@@ -386,15 +402,14 @@ def line(r: Result) -> str:
         return "" if x is None else f"{x:.{digits}f}"
 
     extra = "" if r.extra_percent is None else f"{r.extra_percent:.2f} %"
-    return (
-        f"{r.name:34} {r.shape:34} {r.us:10.1f} {number(r.limit_us, 1):>9} "
-        f"{number(r.limit_percent, 0):>5} {number(r.tflops, 2):>8} {number(r.host_us, 0):>8} {extra:>7}"
-        + (
-            ""
-            if r.single_us is None or r.tflops is None
-            else f" {r.tflops * r.us / r.single_us:.0f} in one call"
-        )
+    cells = (
+        *(r.name, r.shape, number(r.us, 1), number(r.limit_us, 1), number(r.limit_percent, 0)),
+        *(number(r.tflops, 2), number(r.host_us, 0), extra),
     )
+    text = tables.line(cells, COLUMNS.values())
+    if r.single_us is None or r.tflops is None:
+        return text
+    return f"{text} {r.tflops * r.us / r.single_us:.0f} in one call"
 
 
 def progress() -> Any:
