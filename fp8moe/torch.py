@@ -12,6 +12,7 @@ from fp8moe.adapters.torch.distributed.symmetric_memory import MOST_RANKS, Symme
 from fp8moe.adapters.torch.fsdp import gather_fp8, padded_elements, shard_placement
 from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.layer import FP8FlowMoE
+from fp8moe.adapters.torch.lora import LoRA
 from fp8moe.adapters.torch.memory import memory
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.ops import (
@@ -51,6 +52,7 @@ __all__ = [
     "DeepEPRoute",
     "FP8FlowMoE",
     "LayerStats",
+    "LoRA",
     "LoadPlanner",
     "ProcessGroup",
     "RankLost",

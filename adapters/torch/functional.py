@@ -22,6 +22,7 @@ from fp8moe.adapters.torch.arguments import check_backend
 from fp8moe.adapters.torch.biases import add_bias, check_gathers_bias
 from fp8moe.adapters.torch.experts import Like, experts, like_of
 from fp8moe.adapters.torch.grouped import by_public_operations, is_always_the_cores, suits_public_operations
+from fp8moe.adapters.torch.lora import LoRA, check_lora, experts_with_lora
 from fp8moe.adapters.torch.operands import (
     Operands,
     check_sizes,
@@ -60,6 +61,7 @@ def moe_experts(
     backend: str | None = None,
     num_sms: int | None = None,
     weight_copies: str = "both",
+    lora: tuple[LoRA | None, LoRA | None] | None = None,
 ) -> Tensor:
     """Compute the experts of a layer, with gradients for all arguments except the ids, eagerly and compiled.
 
@@ -124,6 +126,12 @@ def moe_experts(
     weight_copies : "both" or "rowwise"
         Orientations of the FP8 weights that are made and saved, as in `fp8moe.moe_forward`: "rowwise" halves
         their memory, and each backward derives the other orientation.
+    lora : tuple of two LoRA or None, or None
+        Low-rank adapters of w13 and of w2. The weights and bias13 must be frozen: they have no gradient, and
+        the sum of a weight and B @ A is never formed. The adapters' GEMMs multiply in the rows' dtype
+        (bfloat16 with the FP8 recipes). The FP8 recipes quantise the activation after it is rounded to
+        bfloat16, and so its gradient. Not with ``comm``, ``recompute`` and ``save``; compiled code has a
+        graph break.
 
     Returns
     -------
@@ -136,8 +144,8 @@ def moe_experts(
         For a wrong dtype, shape or range, naming the argument; and, before any work, for a backend that does
         not support these products on x's device or a num_sms that it cannot respect.
     NotImplementedError
-        Inside transforms of torch.func, and for a ``comm`` without the attributes that compiled code or bias2
-        needs.
+        Inside transforms of torch.func, for a ``comm`` without the attributes that compiled code or bias2
+        needs, and for what ``lora`` cannot be combined with.
 
     Notes
     -----
@@ -158,11 +166,12 @@ def moe_experts(
     operands = x, w13, w2, topk_ids, topk_probs, bias13, bias2, fp8_weights
     how = activation, recipe, recompute, save, backend, num_sms, weight_copies
     like = None
-    if comm is None and is_first_microbatch is None:
+    if comm is None and is_first_microbatch is None and lora is None:
         like = _like(how, *operands)
         if like is not None and like.known is not None:
             return like.run()
-    return _checked("moe_experts", *operands, is_first_microbatch, LayerOptions(*how), comm=comm, like=like)
+    of_call: dict[str, Any] = {"comm": comm, "like": like, "lora": lora}
+    return _checked("moe_experts", *operands, is_first_microbatch, LayerOptions(*how), **of_call)
 
 
 def moe_experts_permuted(
@@ -311,6 +320,7 @@ def _checked(
     comm: Any = None,
     align_size: int = 0,
     like: Like | None = None,
+    lora: Any = None,
 ) -> Tensor:
     """`moe_experts`, or with an align_size `moe_experts_permuted`, which passes counts as ids."""
     refuse_transforms(name)
@@ -318,7 +328,7 @@ def _checked(
     check_tensor("tokens_per_expert" if align_size else "topk_ids", ids)
     check_float("probs" if align_size else "topk_probs", probs)
     quantizes = options.precision.quantizes
-    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, first, options, comm, align_size, like
+    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, first, options, comm, align_size, like, lora
     device_type, dtype = x.device.type, torch.bfloat16 if quantizes else x.dtype
     if not torch.is_autocast_enabled(device_type):
         return _in_dtype(dtype, *operands)
@@ -345,6 +355,7 @@ def _in_dtype(
     comm: Any,
     align_size: int,
     like: Like | None,
+    lora: Any,
 ) -> Tensor:
     """`_checked`, with the dtype in which the GEMMs multiply, outside of autocast."""
     recipe, halves = options.precision, halves_of(options.activation.kind)
@@ -352,6 +363,10 @@ def _in_dtype(
     num_experts = check_sizes(x, weights, bias2)
     if align_size:
         checks.shape("tokens_per_expert", ids, (num_experts,))
+    rows: list[Tensor | None] = [x, probs, bias13]
+    if lora is not None:
+        lora = check_lora(lora, weights, bias13, options, comm)
+        rows += [t for w in lora if w is not None for t in (w.a, w.b)]
     if not recipe.quantizes:
         weights = [tuple(p.to(dtype) for p in w) if isinstance(w, tuple) else w.to(dtype) for w in weights]
     if options.limits_gemms and not torch.compiler.is_compiling():
@@ -359,15 +374,15 @@ def _in_dtype(
     if first is not None:
         first = checks.flag("is_first_microbatch", first)
     if first is not None or (recipe.quantizes and fp8_weights is None):
-        fp8_weights = _kept((x, probs, bias13), weights, fp8_weights, options, first)
+        fp8_weights = _kept(rows, weights, fp8_weights, options, first)
     given = operands_of(weights, bias13, fp8_weights, options)
-    of_call: dict[str, Any] = {"comm": comm, "align_size": align_size, "bias2": bias2, "like": like}
+    of_call: dict[str, Any] = {"comm": comm, "align_size": align_size, "bias2": bias2, "like": like, "lora": lora}
     y = apply_experts(x, given, ids, probs, dtype, options, **of_call)
     return y.to(x.dtype).reshape(x.shape)
 
 
 def _kept(
-    rows: tuple[Tensor | None, ...],
+    rows: list[Tensor | None],
     weights: list[Any],
     fp8_weights: tuple[Quantized, Quantized] | None,
     options: LayerOptions,
@@ -403,9 +418,10 @@ def apply_experts(
     handle: Tensor | None = None,
     collector: Collector | None = None,
     like: Like | None = None,
+    lora: Any = None,
 ) -> Tensor:
     """y [T, H] in ``dtype`` of tokens x [..., H], multiplied in this dtype: what the functions and the module
-    have in common. Arguments as in `fp8moe.adapters.torch.experts.experts`.
+    have in common. Arguments as in `fp8moe.adapters.torch.experts.experts`; lora: of `check_lora`.
     """
     hidden = x.shape[-1]
     rows = (x if x.ndim == 2 else x.reshape(-1, hidden)).to(dtype).contiguous()
@@ -424,7 +440,9 @@ def apply_experts(
         check_gathers_bias(comm)
         announced = {"gathers_bias": True}
     exchange: dict[str, Any] = {"comm": comm, "align_size": align_size, "announced": announced}
-    if suits_public_operations(rows, weights, options, comm):
+    if lora is not None:
+        y = experts_with_lora(rows, weights, ids, probs, options, lora)
+    elif suits_public_operations(rows, weights, options, comm):
         y = by_public_operations(rows, weights, ids, probs, options, **exchange)
     else:
         if not is_always_the_cores(rows, options):  # another call may have a ``main_grad``

@@ -61,7 +61,7 @@ def operands_of(
     missing = -width % FP8_BLOCK[1] if recipe.quantizes and width is not None else 0
     if bias13 is not None:
         wide = torch.float64 if not recipe.quantizes and weights[1].dtype == torch.float64 else torch.float32
-        bias13 = _padded(bias13.to(wide), 1, halves, missing).contiguous()
+        bias13 = padded(bias13.to(wide), 1, halves, missing).contiguous()
     if not recipe.gradient_in_parts:
         weights = _joined_weights(weights, halves, missing)
     elif missing:
@@ -290,14 +290,14 @@ def _joined_weights(weights: list[Any], halves: int, missing: int) -> list[Any]:
     """w13 [E, 2F, H] in one tensor and w2 [E, H, F], with F padded by ``missing``."""
     w13, w2 = weights
     if isinstance(w13, tuple):
-        w13 = torch.cat([_padded(w, 1, 1, missing) for w in w13], dim=1)
+        w13 = torch.cat([padded(w, 1, 1, missing) for w in w13], dim=1)
     elif isinstance(w13, Tensor):
-        w13 = _padded(w13, 1, halves, missing)
-    w2 = _padded(w2, 2, 1, missing) if isinstance(w2, Tensor) else w2
+        w13 = padded(w13, 1, halves, missing)
+    w2 = padded(w2, 2, 1, missing) if isinstance(w2, Tensor) else w2
     return [w.contiguous() if isinstance(w, Tensor) else w for w in (w13, w2)]
 
 
-def _padded(x: Tensor, axis: int, parts: int, missing: int) -> Tensor:
+def padded(x: Tensor, axis: int, parts: int, missing: int) -> Tensor:
     """x with ``missing`` zeros after each of so many equal parts of an axis."""
     if not missing:
         return x

@@ -322,9 +322,9 @@ def _overwritten(w13: Any, w2: Any, options: LayerOptions) -> tuple[int | None, 
     """How often those codes have been overwritten that are saved of weights given in quantised form."""
     first, second = None, None
     if isinstance(w13, Quantized):
-        first = times_overwritten(_read_by_backward("w13", w13, options), "w13")
+        first = times_overwritten(read_by_backward("w13", w13, options), "w13")
     if isinstance(w2, Quantized):
-        second = times_overwritten(_read_by_backward("w2", w2, options), "w2")
+        second = times_overwritten(read_by_backward("w2", w2, options), "w2")
     return first, second
 
 
@@ -518,7 +518,7 @@ def _by_plan(
         w13, w2 = _quantized(w13, options), _quantized(w2, options)
     y, fields = recipe.forward(x, w13, w2, bias13, plan, probs, options, gradients)
     if recipe.quantizes:
-        w13, w2 = _read_by_backward("w13", w13, options), _read_by_backward("w2", w2, options)
+        w13, w2 = read_by_backward("w13", w13, options), read_by_backward("w2", w2, options)
     saved = Saved(options, plan, w13=w13, w2=w2, bias13=bias13, **fields)
     return y, saved.needed_for(gradients)
 
@@ -530,7 +530,7 @@ def _quantized(w: Any, options: LayerOptions) -> Quantized:
     return codes if isinstance(codes, Quantized) else Quantized(codes)
 
 
-def _read_by_backward(name: str, w: Quantized, options: LayerOptions) -> Quantized:
+def read_by_backward(name: str, w: Quantized, options: LayerOptions) -> Quantized:
     """A forward's codes of a weight without those that its backward does not read."""
     rowwise, columnwise = options.saved_orientations(name, w.columnwise is not None)
     return Quantized(w.rowwise if rowwise else None, w.columnwise if columnwise else None)  # type: ignore[arg-type]

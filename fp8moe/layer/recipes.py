@@ -116,7 +116,7 @@ def _forward_fp8_flow(x, w13, w2, bias13, plan, probs, options, gradients):  # t
     return unpermute(rows_of_y, plan), saved
 
 
-def _columnwise(w: Quantized) -> QuantTensor:
+def columnwise(w: Quantized) -> QuantTensor:
     """What dgrad multiplies by. Where only row-wise codes are kept it is derived from them, for one GEMM: the
     last reference to it is that GEMM's argument."""
     return raw_transpose_codes(w.rowwise) if w.columnwise is None else w.columnwise
@@ -142,7 +142,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         del rowwise
     if of_h(gradients):
         # dy is FP8 already: cast 2
-        da = permute_gemm(dy, _columnwise(saved.w2), plan, **options.gemm).data
+        da = permute_gemm(dy, columnwise(saved.w2), plan, **options.gemm).data
         sums = sums_of_chunks(h.shape, plan) if "dbias13" in gradients else None
         transposed = "dw13" in gradients or sums is not None  # its kernel computes the sums
         a = transposed_y(h, options.activation, **placed) if "dw2" in gradients else None
@@ -160,7 +160,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
         del da, grad
     if of_inputs(gradients):
-        dxe = raw_grouped_gemm(rowwise, _columnwise(saved.w13), offsets, int32_counts(plan), **options.gemm)
+        dxe = raw_grouped_gemm(rowwise, columnwise(saved.w13), offsets, int32_counts(plan), **options.gemm)
         del rowwise
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
@@ -223,14 +223,14 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
             a = raw_quantize(raw_swiglu(h, saved.probs, activation=options.activation))
     dout = _quantized(permute(dy, plan).data)  # cast 3
     if of_h(gradients):
-        da = raw_grouped_gemm(dout, _columnwise(saved.w2), offsets, **options.gemm)
+        da = raw_grouped_gemm(dout, columnwise(saved.w2), offsets, **options.gemm)
         grad = raw_swiglu_backward(da, h, saved.probs, activation=options.activation)
         del da
         sums = raw_chunk_sums(grad.dh, plan) if "dbias13" in gradients else None
         dh, dprobs_of_rows = raw_quantize(grad.dh), grad.dprobs  # cast 4
         del grad
     if of_inputs(gradients):
-        dxe = raw_grouped_gemm(dh, _columnwise(saved.w13), offsets, **options.gemm)
+        dxe = raw_grouped_gemm(dh, columnwise(saved.w13), offsets, **options.gemm)
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x, sums)
 

@@ -1,0 +1,315 @@
+"""Low-rank adapters (LoRA) of the experts in torch, with gradients: the two halves of `fp8moe.layer.lora` with
+the activation between them, each a node of autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fp8moe import Quantized
+from fp8moe.activation import halves_of
+from fp8moe.adapters.torch import ops as torch_ops
+from fp8moe.adapters.torch.arguments import PLACEHOLDER
+from fp8moe.adapters.torch.halves import asked_for
+from fp8moe.adapters.torch.library import once_differentiable
+from fp8moe.adapters.torch.operands import Operands, codes_now, padded, round_up_to_block
+from fp8moe.adapters.torch.operation import check_float, plan_with
+from fp8moe.layer import lora as core
+from fp8moe.layer.moe import read_by_backward
+from fp8moe.layer.options import LayerOptions
+from fp8moe.runtime import checks
+from fp8moe.runtime.record_trees import arrays_in, map_arrays
+
+__all__ = ["LoRA"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoRA:
+    """A low-rank adapter of one weight of the experts: adds scaling * B[e] @ A[e] @ dropout(rows) to its GEMM.
+
+    Attributes
+    ----------
+    a : Tensor, floating point, [E, r, in]
+        Matrix A of each expert: in is H for w13, F for w2. It gets a gradient in its dtype, as ``b`` does.
+    b : Tensor, floating point, [E, out, r]
+        Matrix B of each expert: out is 2F (gates before ups) for w13, H for w2.
+    scaling : float
+        alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA. B is multiplied by it before B is rounded to
+        the rows' dtype.
+    dropout : float
+        Probability with which a value of the rows that A reads is zero, the others being divided by 1 -
+        dropout; by torch's generator. For w13 the k experts of a token read the same values. Pass 0 to
+        evaluate.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong kind, shape or range, naming the field.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.torch import LoRA
+    >>> LoRA(torch.ones(4, 16, 256), torch.zeros(4, 512, 16), scaling=2.0).rank
+    16
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b"):
+            check_float(name, getattr(self, name))
+        checks.shape("a", self.a, ("E", "r", "in"))
+        experts, rank, _ = self.a.shape
+        checks.shape("b", self.b, (experts, "out", rank))
+        if rank == 0:
+            raise ValueError(f"a: got shape {list(self.a.shape)}; wanted a rank of at least 1")
+        for name in ("scaling", "dropout"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}: got {value!r}; wanted a number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout: got {self.dropout}; wanted a probability of at least 0 and less than 1")
+
+    @property
+    def rank(self) -> int:
+        """The number of rows of each A."""
+        return int(self.a.shape[1])
+
+    @classmethod
+    def from_peft(
+        cls, lora_a: Tensor, lora_b: Tensor, num_experts: int, *, scaling: float = 1.0, dropout: float = 0.0
+    ) -> LoRA:
+        """The adapter that PEFT's ``target_parameters`` stores for the weight of all experts: views of its
+        matrices, through which gradients reach them.
+
+        Parameters
+        ----------
+        lora_a : Tensor, floating point, [E * r, in]
+            ``lora_A.weight``: the r rows of expert 0, then of expert 1, and so on.
+        lora_b : Tensor, floating point, [out, r * E]
+            ``lora_B.weight``: the first columns of all experts, then their second columns, and so on.
+        num_experts : int
+            E.
+        scaling : float
+            As in the class; PEFT's ``scaling``.
+        dropout : float
+            As in the class.
+
+        Returns
+        -------
+        LoRA
+            The adapter.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For wrong shapes, and as the class.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fp8moe.torch import LoRA
+        >>> LoRA.from_peft(torch.ones(4 * 8, 256), torch.zeros(512, 8 * 4), 4).b.shape
+        torch.Size([4, 512, 8])
+        """
+        experts = checks.integer("num_experts", num_experts, 1)
+        check_float("lora_a", lora_a, 2)
+        check_float("lora_b", lora_b, 2)
+        if lora_a.shape[0] % experts or lora_a.shape[0] != lora_b.shape[1]:
+            raise ValueError(
+                f"lora_a, lora_b: got shapes {list(lora_a.shape)} and {list(lora_b.shape)} for {experts} "
+                "experts; wanted [E * r, in] and [out, r * E]"
+            )
+        a, b = lora_a.unflatten(0, (experts, -1)), lora_b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        return cls(a, b, scaling, dropout)
+
+
+Pair = tuple[LoRA | None, LoRA | None]
+
+
+def check_lora(lora: Any, weights: Any, bias13: Any, options: LayerOptions, comm: Any) -> Pair:
+    """Checks the adapters of a call's w13 and w2, and what they cannot be combined with. weights: as
+    `checked_weights` gives them."""
+    if type(lora) is not tuple or len(lora) != 2 or not all(w is None or isinstance(w, LoRA) for w in lora):
+        raise TypeError(
+            f"lora: got {type(lora).__name__}; wanted a tuple of two fp8moe.torch.LoRA or None, for w13 and w2"
+        )
+    for name, value in (("comm", comm), ("recompute", options.recompute)):
+        if value is not None:
+            got = repr(value) if name == "recompute" else f"a {type(value).__name__}"
+            raise NotImplementedError(f"{name}: got {got} with lora; wanted None")
+    if options.save != "bf16":
+        raise NotImplementedError(f"save: got {options.save!r} with lora; wanted 'bf16'")
+    w13, w2 = weights
+    parts = w13 if isinstance(w13, tuple) else (w13,)
+    for name, w in (*(("w13", w) for w in parts), ("w2", w2), ("bias13", bias13)):
+        if isinstance(w, Tensor) and w.requires_grad:
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires grad with lora; wanted frozen weights; call "
+                f"{name}.requires_grad_(False)"
+            )
+    experts, rows, hidden = parts[0].shape[0], sum(w.shape[1] for w in parts), parts[0].shape[2]
+    ffn, halves = w2.shape[2], halves_of(options.activation.kind)
+    first, second = lora
+    if isinstance(w13, Quantized) and first is not None:  # whose F may be padded
+        width = first.b.shape[1] // halves
+        rows = halves * (width if width and round_up_to_block(width) == rows // halves else rows // halves)
+    if isinstance(w2, Quantized) and second is not None and round_up_to_block(second.a.shape[2]) == ffn:
+        ffn = second.a.shape[2]
+    for name, w, columns, rows in (("w13", first, hidden, rows), ("w2", second, ffn, hidden)):
+        if w is not None:
+            checks.shape(f"lora of {name}: a", w.a, (experts, w.rank, columns))
+            checks.shape(f"lora of {name}: b", w.b, (experts, rows, w.rank))
+    return lora
+
+
+@torch.compiler.disable
+def experts_with_lora(
+    x: Tensor, weights: Operands, ids: Tensor, probs: Tensor, options: LayerOptions, lora: Pair
+) -> Tensor:
+    """As `fp8moe.adapters.torch.experts.experts`, with adapters of `check_lora` beside frozen weights."""
+    if isinstance(x, FakeTensor):
+        raise NotImplementedError("lora: got fake tensors; wanted tensors with values")
+    (w13, w2), codes, _, _, bias13 = weights
+    if codes is None and options.precision.quantizes:
+        codes = codes_now((w13, w2), options)
+    w13, w2 = (w.detach() for w in (w13, w2)) if codes is None else codes
+    if codes is not None:
+        w13, w2 = (map_arrays(_as_bytes, w) for w in codes)
+    first, second = lora
+    if probs.dtype != torch.float64:
+        probs = probs.float()
+    width, halves = w2.shape[2], halves_of(options.activation.kind)
+    if first is not None and (missing := width - first.b.shape[1] // halves):
+        first = LoRA(first.a, padded(first.b, 1, halves, missing), first.scaling, first.dropout)
+    if second is not None and (missing := width - second.a.shape[2]):
+        second = LoRA(padded(second.a, 2, 1, missing), second.b, second.scaling, second.dropout)
+    plans: list[Any] = []
+    given = x, _dropped(x, first), probs, *_matrices(first), ids, w13, w2, bias13, _scaling(first), options
+    h, row_probs = _First.apply(*given, plans)
+    act = torch_ops.swiglu(h, row_probs, activation=options.activation)
+    given = act, _dropped(act, second), *_matrices(second), w2, _scaling(second), options
+    return _Second.apply(*given, *plans)  # type: ignore[no-any-return]
+
+
+def _dropped(rows: Tensor, lora: LoRA | None) -> Tensor | None:
+    """The rows that an adapter reads, None for the rows themselves."""
+    if lora is None or not lora.dropout:
+        return None
+    return nn.functional.dropout(rows, lora.dropout)
+
+
+def _matrices(lora: LoRA | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if lora is None else (lora.a, lora.b)
+
+
+def _scaling(lora: LoRA | None) -> float:
+    return 1.0 if lora is None else float(lora.scaling)
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+
+
+def _read_by_gemms(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """a and scaling * b in the rows' dtype, with a rank that the GEMMs accept."""
+    missing = -a.shape[1] % core.RANK_MULTIPLE
+    a, b = padded(a.to(dtype), 1, 1, missing), padded((b * scaling).to(dtype), 2, 1, missing)
+    return a.contiguous(), b.contiguous()
+
+
+def _gradients(da: Any, db: Any, ctx: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Of the matrices that the caller has, of gradients of those that the GEMMs have read."""
+    rank, (of_a, of_b) = ctx.rank, ctx.dtypes
+    da = None if da is None else da[:, :rank].to(of_a)
+    return da, None if db is None else (db[:, :, :rank] * ctx.scaling).to(of_b)
+
+
+def _save(ctx: Any, w: Any, scaling: float, a: Any, b: Any, tensors: tuple[Tensor | None, ...]) -> None:
+    saved = arrays_in(w) if not isinstance(w, Tensor) else [w]
+    ctx.w = map_arrays(lambda _: PLACEHOLDER, w)
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.scaling = scaling
+    ctx.rank, ctx.dtypes = (0, (None, None)) if a is None else (a.shape[1], (a.dtype, b.dtype))
+
+
+def _requested(ctx: Any, names: tuple[str, ...], of_rows: Any) -> tuple[str, ...]:
+    """The gradients to compute. names: of the tensors among the function's arguments, in their order. of_rows:
+    the name of the gradient of the rows, which is the adapter's as well if these have no dropout."""
+    found = [name for name, asked in zip(names, asked_for(ctx), strict=False) if asked]
+    if "dz" not in names and "da" in names and of_rows in found:
+        found.append("dz")
+    return tuple(found)
+
+
+class _First(torch.autograd.Function):
+    """plans: gets the plan."""
+
+    @staticmethod
+    def forward(ctx, x, z, probs, a, b, ids, w13, w2, bias13, scaling, options, plans):  # type: ignore[no-untyped-def]
+        read = (None, None) if a is None else _read_by_gemms(a, b, scaling, x.dtype)
+        plan, h, low, row_probs, u = core.first_forward(x, z, w13, w2, bias13, ids, probs, *read, options)
+        plans.append(plan)
+        if low is not None:
+            h.add_(low)
+        if options.precision.quantizes:
+            w13 = read_by_backward("w13", w13, options)
+        named = {"dx": x, "dz": z, "dprobs": probs, "da": a, "db": b}
+        ctx.names = tuple([name for name, t in named.items() if t is not None])
+        ctx.plan, ctx.options = vars(plan) | {"data": None}, options
+        # what the adapter reads is needed by it alone
+        rows = None if a is None else x if z is None else z
+        _save(ctx, w13, scaling, a, b, (rows, u, *read, plan.data))
+        ctx.dtype_of_probs = probs.dtype
+        return h, row_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh, dprobs):  # type: ignore[no-untyped-def]
+        z, u, a, b, data, *saved = ctx.saved_tensors
+        requested = _requested(ctx, ctx.names, "dx")
+        remaining = iter(saved)
+        w13 = map_arrays(lambda _: next(remaining), ctx.w)
+        given = dh.contiguous(), dprobs.float() if dprobs.dtype != torch.float64 else dprobs, z, u, w13, a, b
+        dx, dprobs, dz, da, db = core.first_backward(*given, plan_with(ctx.plan, data), ctx.options, requested)
+        if "dz" not in ctx.names and dz is not None:
+            dx, dz = dx.add_(dz), None
+        dprobs = None if dprobs is None else dprobs.to(ctx.dtype_of_probs)
+        return dx, dz, dprobs, *_gradients(da, db, ctx), *[None] * 7
+
+
+class _Second(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, act, z, a, b, w2, scaling, options, plan):  # type: ignore[no-untyped-def]
+        read = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
+        rows = None if a is None else act if z is None else z
+        y, low, u = core.second_forward(act, rows, w2, *read, plan, options)
+        if low is not None:
+            y.add_(low)
+        if options.precision.quantizes:
+            w2 = read_by_backward("w2", w2, options)
+        named = {"dact": act, "dz": z, "da": a, "db": b}
+        ctx.names = tuple([name for name, t in named.items() if t is not None])
+        ctx.plan, ctx.options = vars(plan) | {"data": None}, options
+        _save(ctx, w2, scaling, a, b, (rows, u, *read, plan.data))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        z, u, a, b, data, *saved = ctx.saved_tensors
+        requested = _requested(ctx, ctx.names, "dact")
+        remaining = iter(saved)
+        w2 = map_arrays(lambda _: next(remaining), ctx.w)
+        given = dy.contiguous(), z, u, w2, a, b, plan_with(ctx.plan, data), ctx.options, requested
+        dact, dz, da, db = core.second_backward(*given)
+        if "dz" not in ctx.names and dz is not None:
+            dact, dz = dact.add_(dz), None
+        return dact, dz, *_gradients(da, db, ctx), *[None] * 4
