@@ -22,8 +22,9 @@ import ctypes
 import functools
 import itertools
 import re
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Unpack, get_args
 
@@ -52,6 +53,7 @@ from fp8moe import Activation, Quantized
 from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
+from fp8moe.adapters.torch.lora import LoRA
 from fp8moe.adapters.torch.operands import (
     gates_before_ups,
     gradient_of_gates_before_ups,
@@ -144,6 +146,7 @@ def enable(
     EPImplementationInterface.register(name, ExpertParallel)
     for method in ("post_init", "set_experts_implementation"):  # the last steps of making and of setting
         _warn_after(method)
+    _serve_peft()
 
 
 class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
@@ -151,8 +154,8 @@ class FP8WeightsCallback(TrainerCallback):  # type: ignore[misc]
 
     From the first micro-batch of a step (``gradient_accumulation_steps``) until the optimizer's step, the
     model is in `fp8moe.torch.weights_unchanged`. The losses are, bit for bit, those without it. Copies, of
-    two bytes a weight, are held meanwhile; weights that FSDP gathers are among them, whole. Experts with
-    PEFT's ``target_parameters``, which compute a weight anew at each access, make copies in each forward.
+    two bytes a weight, are held meanwhile; weights that FSDP gathers are among them, whole. Experts whose
+    weights PEFT computes anew in each forward (``docs/how-to/lora.md`` says which) make copies in each.
 
     Examples
     --------
@@ -203,7 +206,7 @@ def _multiply_codes(
     w13, w2 = _records_of(experts)
     ids = _without_other_ranks(experts, ids, experts.num_experts, comm)
     arguments = {**options.arguments, "activation": activation_of(experts)}
-    return moe_experts(x, w13, w2, ids, probs, **arguments, comm=comm)
+    return moe_experts(x, w13, w2, ids, probs, **arguments, comm=comm, lora=_lora_of(experts))
 
 
 def _without_other_ranks(experts: Any, ids: Tensor, number: int, comm: Any) -> Tensor:
@@ -334,13 +337,15 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
     if experts.has_bias:
         bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
         bias13 = gates_before_ups(bias13) if _is_interleaved(experts) else bias13
-    ids = _without_other_ranks(experts, ids, number, comm)
+    ids, lora = _without_other_ranks(experts, ids, number, comm), _lora_of(experts)
     if hasattr(experts, "_fp8_weights"):
-        rows = (x, probs) if bias13 is None else (x, probs, bias13)
+        rows = [x, probs] if bias13 is None else [x, probs, bias13]
+        rows += [] if lora is None else [t for w in lora if w is not None for t in (w.a, w.b)]
         codes = options["fp8_weights"] = codes_of(experts, [*masters.values()], rows)
     reorder = gates_before_ups if codes is None else gradient_of_gates_before_ups
     w13, w2 = _as_operands(experts, [*masters.values()], reorder)
-    return moe_experts(x, w13, w2, ids, probs, **options, bias13=bias13, bias2=bias2, comm=comm)
+    biases = {"bias13": bias13, "bias2": bias2}
+    return moe_experts(x, w13, w2, ids, probs, **options, **biases, comm=comm, lora=lora)
 
 
 def _as_operands(
@@ -403,6 +408,80 @@ def _holder_of(module: nn.Module) -> type[Holder] | None:
 
 
 holders_of_others.append(_holder_of)
+
+
+# ---------------------------------------------------------------- PEFT's adapters of the experts
+
+
+def _serve_peft() -> None:
+    """Lets PEFT's ``target_parameters`` hand its matrices to the experts that this library computes. PEFT
+    parametrises the weight for a forward, which computes W + B A at once; here it stays as it is. PEFT is
+    imported by transformers, where it is installed."""
+    layer = getattr(sys.modules.get("peft"), "tuners", None)
+    wrapper = getattr(getattr(getattr(layer, "lora", None), "layer", None), "ParamWrapper", None)
+    original = getattr(wrapper, "_activate_lora", None)
+    if original is None or original.__module__ == __name__:
+        return
+
+    @contextlib.contextmanager
+    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
+    def activate(self: Any, active_adapters: Any) -> Iterator[None]:
+        experts = self.get_base_layer()
+        adapter = _served_adapter(self, experts, active_adapters)
+        if adapter is None:
+            with original(self, active_adapters):
+                yield
+            return
+        served = vars(experts).setdefault("_fp8moe_lora", {})
+        served[self.parameter_name] = self, adapter
+        try:
+            yield
+        finally:
+            del served[self.parameter_name]
+
+    activate.__module__ = __name__
+    wrapper._activate_lora = activate
+
+
+def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> str | None:
+    """The adapter of a parameter that `moe_experts` multiplies by itself; None where PEFT has to compute the
+    weight: for several adapters, a base that is trained, and options that ``lora`` is refused with."""
+    adapters = [name for name in active_adapters if name in wrapper.lora_A]
+    name = _implementation_of(experts) if hasattr(experts, "has_gate") else ""
+    if len(adapters) != 1 or name not in _options or is_parametrized(experts):
+        return None
+    options, number = _options[name], getattr(wrapper, "num_experts", 1)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    weights = [getattr(experts, n) for n in (first, "down_proj")]
+    of_experts = wrapper.parameter_name in (first, "down_proj") and {number} == {len(w) for w in weights}
+    biases = [getattr(experts, f"{first}_bias")] if getattr(experts, "has_bias", False) else []
+    trained = any(w.requires_grad for w in (*weights, *biases))
+    refused = options.recompute is not None or options.save != "bf16"
+    over_ranks = hasattr(experts, "_fp8moe_implementation") or any(isinstance(w, DTensor) for w in weights)
+    return adapters[0] if of_experts and not (trained or refused or over_ranks) else None
+
+
+def _lora_of(experts: Any) -> tuple[LoRA | None, LoRA | None] | None:
+    """The adapters of a forward that PEFT's wrappers have begun, None without any."""
+    if not (served := vars(experts).get("_fp8moe_lora")):
+        return None
+    return _adapter_of(experts, served, 0), _adapter_of(experts, served, 1)
+
+
+def _adapter_of(experts: Any, served: dict[str, Any], place: int) -> LoRA | None:
+    """The adapter of w13 or of w2."""
+    name = "down_proj" if place else "gate_up_proj" if experts.has_gate else "up_proj"
+    if name not in served:
+        return None
+    wrapper, adapter = served[name]
+    matrices = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    lora = LoRA.from_peft(*matrices, wrapper.num_experts, scaling=wrapper.scaling[adapter])
+    a, b = lora.a, lora.b
+    # what PEFT takes for the inputs of a parameter may be its outputs: W + (B A)^T then
+    if wrapper._did_swap_in_out_features == experts.is_transposed:
+        a, b = b.mT, a.mT
+    b = gates_before_ups(b) if place == 0 and _is_interleaved(experts) else b
+    return LoRA(a, b, lora.scaling)
 
 
 # ---------------------------------------------------------------- the activation between the two products

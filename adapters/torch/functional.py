@@ -170,8 +170,10 @@ def moe_experts(
         like = _like(how, *operands)
         if like is not None and like.known is not None:
             return like.run()
-    of_call: dict[str, Any] = {"comm": comm, "like": like, "lora": lora}
-    return _checked("moe_experts", *operands, is_first_microbatch, LayerOptions(*how), **of_call)
+    given = "moe_experts", *operands, is_first_microbatch, LayerOptions(*how)
+    if lora is not None:
+        return _with_adapters(*given, comm=comm, lora=lora)  # type: ignore[no-any-return]
+    return _checked(*given, comm=comm, like=like)
 
 
 def moe_experts_permuted(
@@ -328,7 +330,8 @@ def _checked(
     check_tensor("tokens_per_expert" if align_size else "topk_ids", ids)
     check_float("probs" if align_size else "topk_probs", probs)
     quantizes = options.precision.quantizes
-    operands = x, w13, w2, ids, probs, bias13, bias2, fp8_weights, first, options, comm, align_size, like, lora
+    operands: Any = x, w13, w2, ids, probs, bias13, bias2, fp8_weights
+    operands = *operands, first, options, comm, align_size, like, lora
     device_type, dtype = x.device.type, torch.bfloat16 if quantizes else x.dtype
     if not torch.is_autocast_enabled(device_type):
         return _in_dtype(dtype, *operands)
@@ -376,9 +379,14 @@ def _in_dtype(
     if first is not None or (recipe.quantizes and fp8_weights is None):
         fp8_weights = _kept(rows, weights, fp8_weights, options, first)
     given = operands_of(weights, bias13, fp8_weights, options)
-    of_call: dict[str, Any] = {"comm": comm, "align_size": align_size, "bias2": bias2, "like": like, "lora": lora}
+    of_call: dict[str, Any] = {"comm": comm, "align_size": align_size, "bias2": bias2, "like": like}
+    of_call["lora"] = lora
     y = apply_experts(x, given, ids, probs, dtype, options, **of_call)
     return y.to(x.dtype).reshape(x.shape)
+
+
+#: `_checked` with ``lora``, whose nodes of autograd no compiler traces
+_with_adapters: Any = torch.compiler.disable(_checked)
 
 
 def _kept(

@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA) of the experts in torch, with gradients: the two halves of `fp8moe.layer.lora` with
-the activation between them, each a node of autograd."""
+"""Low-rank adapters (LoRA) of the experts in torch, with gradients: the halves of `fp8moe.layer.lora`, each a
+node of autograd, with the activation between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["LoRA"]
 
 @dataclass(frozen=True, eq=False)
 class LoRA:
-    """A low-rank adapter of one weight of the experts: adds scaling * B[e] @ A[e] @ dropout(rows) to its GEMM.
+    """A low-rank adapter of a weight of the experts: adds scaling * B[e] @ A[e] @ dropout(row) to its GEMM.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class LoRA:
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name}: got {value!r}; wanted a number")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout: got {self.dropout}; wanted a probability of at least 0 and less than 1")
+            raise ValueError(f"dropout: got {self.dropout}; wanted a number from 0 to below 1")
 
     @property
     def rank(self) -> int:
@@ -139,7 +139,7 @@ def check_lora(lora: Any, weights: Any, bias13: Any, options: LayerOptions, comm
     `checked_weights` gives them."""
     if type(lora) is not tuple or len(lora) != 2 or not all(w is None or isinstance(w, LoRA) for w in lora):
         raise TypeError(
-            f"lora: got {type(lora).__name__}; wanted a tuple of two fp8moe.torch.LoRA or None, for w13 and w2"
+            f"lora: got {type(lora).__name__}; wanted a tuple, fp8moe.torch.LoRA or None for w13 and for w2"
         )
     for name, value in (("comm", comm), ("recompute", options.recompute)):
         if value is not None:
@@ -163,14 +163,13 @@ def check_lora(lora: Any, weights: Any, bias13: Any, options: LayerOptions, comm
         rows = halves * (width if width and round_up_to_block(width) == rows // halves else rows // halves)
     if isinstance(w2, Quantized) and second is not None and round_up_to_block(second.a.shape[2]) == ffn:
         ffn = second.a.shape[2]
-    for name, w, columns, rows in (("w13", first, hidden, rows), ("w2", second, ffn, hidden)):
+    for name, w, width, height in (("w13", first, hidden, rows), ("w2", second, ffn, hidden)):
         if w is not None:
-            checks.shape(f"lora of {name}: a", w.a, (experts, w.rank, columns))
-            checks.shape(f"lora of {name}: b", w.b, (experts, rows, w.rank))
+            checks.shape(f"lora of {name}: a", w.a, (experts, w.rank, width))
+            checks.shape(f"lora of {name}: b", w.b, (experts, height, w.rank))
     return lora
 
 
-@torch.compiler.disable
 def experts_with_lora(
     x: Tensor, weights: Operands, ids: Tensor, probs: Tensor, options: LayerOptions, lora: Pair
 ) -> Tensor:
@@ -241,8 +240,8 @@ def _save(ctx: Any, w: Any, scaling: float, a: Any, b: Any, tensors: tuple[Tenso
 
 
 def _requested(ctx: Any, names: tuple[str, ...], of_rows: Any) -> tuple[str, ...]:
-    """The gradients to compute. names: of the tensors among the function's arguments, in their order. of_rows:
-    the name of the gradient of the rows, which is the adapter's as well if these have no dropout."""
+    """The gradients to compute. names: of the tensors among the function's arguments, in their order.
+    of_rows: the name of the gradient of the rows, which the adapter reads as well if there is no dropout."""
     found = [name for name, asked in zip(names, asked_for(ctx), strict=False) if asked]
     if "dz" not in names and "da" in names and of_rows in found:
         found.append("dz")
@@ -278,7 +277,8 @@ class _First(torch.autograd.Function):
         remaining = iter(saved)
         w13 = map_arrays(lambda _: next(remaining), ctx.w)
         given = dh.contiguous(), dprobs.float() if dprobs.dtype != torch.float64 else dprobs, z, u, w13, a, b
-        dx, dprobs, dz, da, db = core.first_backward(*given, plan_with(ctx.plan, data), ctx.options, requested)
+        given = *given, plan_with(ctx.plan, data), ctx.options, requested
+        dx, dprobs, dz, da, db = core.first_backward(*given)
         if "dz" not in ctx.names and dz is not None:
             dx, dz = dx.add_(dz), None
         dprobs = None if dprobs is None else dprobs.to(ctx.dtype_of_probs)

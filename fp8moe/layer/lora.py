@@ -44,8 +44,8 @@ def first_forward(
 ) -> tuple[PermutationPlan, Any, Any, Any, Any]:
     """(plan, h, low, probs, u): h [P, 2F] of the weights, low [P, 2F] of the adapter, both without the other,
     the rows' probabilities, and u = z @ a.T [P, R], for `first_backward`. Without an adapter (a None) low and
-    u are None. z: None for x. a: [E, R, H]; b: [E, 2F, R], in x's dtype. Checks the whole layer's arguments but these two,
-    whose shapes the caller has checked."""
+    u are None. z: None for x. a: [E, R, H]; b: [E, 2F, R], in x's dtype. Checks the whole layer's arguments
+    but these two, whose shapes the caller has checked."""
     given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs, "bias13": bias13}
     check_layer(options, (), **given)
     recipe, experts = options.precision, experts_of(w13)

@@ -1,0 +1,280 @@
+"""Low-rank adapters on the experts, against float64 with the weights as they are multiplied."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fp8moe.torch  # noqa: E402
+from fp8moe.torch import LoRA, moe_experts  # noqa: E402
+
+EXPERTS, TOKENS, K = 5, 48, 2
+#: e4m3 rounds a value by at most 2^-4 of it, so a cast changes a result by at most about this in norm
+CAST = 2.0**-4
+
+
+def problem(
+    dtype,
+    rank,
+    hidden=128,
+    ffn=128,
+):
+    """x, w13, w2, ids, probs, and A and B of w13 and w2, random. The last expert has no tokens, and one
+    choice is no expert."""
+    generator = torch.Generator().manual_seed(torch.seed())
+
+    def normal(*shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32):
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    x = torch.randn(TOKENS, hidden, generator=generator).to(dtype).requires_grad_()
+    w13, w2 = normal(EXPERTS, 2 * ffn, hidden, dtype=dtype), normal(EXPERTS, hidden, ffn, dtype=dtype)
+    ids = torch.rand(TOKENS, EXPERTS - 1, generator=generator).topk(K).indices
+    ids[3, 1] = -1
+    probs = torch.rand(TOKENS, K, generator=generator)
+    probs = probs.double() if dtype == torch.float64 else probs
+    matrices = [normal(EXPERTS, rank, hidden), normal(EXPERTS, 2 * ffn, rank)]
+    matrices += [normal(EXPERTS, rank, ffn), normal(EXPERTS, hidden, rank)]
+    return x, w13, w2, ids, probs.requires_grad_(), [t.requires_grad_() for t in matrices]
+
+
+def expected(x, w13, w2, ids, probs, matrices, scaling, masks=None, bias13=None):
+    """The layer, an expert at a time. masks: what x, and the rows of each expert, are multiplied by for the
+    adapters."""
+    (a13, b13, a2, b2), (of_x, of_rows) = matrices, masks or (torch.ones_like(x), None)
+    y, ffn, first = torch.zeros_like(x), w2.shape[2], 0
+    for e in range(EXPERTS):
+        tokens, places = (ids == e).nonzero(as_tuple=True)
+        rows = x[tokens]
+        h = rows @ w13[e].T + scaling[0] * (rows * of_x[tokens] @ a13[e].T @ b13[e].T)
+        h = h if bias13 is None else h + bias13[e]
+        act = torch.nn.functional.silu(h[:, :ffn]) * h[:, ffn:] * probs[tokens, places][:, None]
+        seen = act if of_rows is None else act * of_rows[first : first + len(tokens)]
+        y = y.index_add(0, tokens, act @ w2[e].T + scaling[1] * (seen @ a2[e].T @ b2[e].T))
+        first += len(tokens)
+    return y
+
+
+def leaves_of(problem):
+    x, _, _, _, probs, matrices = problem
+    return [x, probs, *matrices]
+
+
+def in_float64(problem, codes=None):
+    x, w13, w2, ids, probs, matrices = problem
+    if codes is not None:
+        w13, w2 = (fp8moe.torch.dequantize(q.rowwise) for q in codes)
+    double = [t.detach().double().requires_grad_() for t in (x, probs, *matrices)]
+    return double[0], w13.double(), w2.double(), ids, double[1], double[2:]
+
+
+def error(got, wanted):
+    assert got.isfinite().all()
+    return ((got.double() - wanted).norm() / wanted.norm()).item()
+
+
+def assert_near(y, problem, y_wanted, wanted, forward, backward):
+    """Norm-wise, for y and for each gradient."""
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    y_wanted.backward(dy.double())
+    assert error(y, y_wanted) < forward
+    for got, right in zip(leaves_of(problem), leaves_of(wanted), strict=True):
+        assert got.grad.dtype == got.dtype
+        assert error(got.grad, right.grad) < backward
+    for matrix in problem[5]:  # of the expert without tokens
+        assert not matrix.grad[-1].any()
+
+
+def adapters(matrices, scaling, **options):
+    return LoRA(*matrices[:2], scaling[0], **options), LoRA(*matrices[2:], scaling[1], **options)
+
+
+@pytest.mark.parametrize("rank", [4, 16, 24])
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        ("bf16", torch.float64),
+        ("bf16", torch.bfloat16),
+        ("fp8_flow", torch.bfloat16),
+        ("fp8_blockwise", torch.bfloat16),
+    ],
+)
+def test_gradients(recipe, dtype, rank):
+    given, scaling = problem(dtype, rank), (0.75, 1.25)
+    x, w13, w2, ids, probs, matrices = given
+    codes = None if recipe == "bf16" else fp8moe.torch.quantize_fp8_weights(w13, w2)
+    before = [t.clone() for t in (w13, w2)]
+    held = [] if codes is None else [q.clone() for c in codes for q in (c.rowwise.data, c.columnwise.data)]
+    y = moe_experts(
+        x, w13, w2, ids, probs, recipe=recipe, fp8_weights=codes, lora=adapters(matrices, scaling)
+    )
+    wanted = in_float64(given, codes)
+    # of float64: sums of at most 256 values; of bfloat16 2^-8 for each of fewer than eight roundings in a row
+    plain = 256 * 2.0**-52 if dtype == torch.float64 else 8 * 2.0**-8
+    casts = (0, 0) if codes is None else (2, 4)  # of x and the activation; then of dy and of dh
+    bounds = [plain + n * CAST for n in casts]
+    assert_near(y, given, expected(*wanted, scaling), wanted, *bounds)
+    assert all(torch.equal(a, b) for a, b in zip((w13, w2), before, strict=True))
+    assert w13.grad is None
+    assert w2.grad is None
+    if codes is not None:
+        now = [q for c in codes for q in (c.rowwise.data, c.columnwise.data)]
+        assert all(torch.equal(a, b) for a, b in zip(now, held, strict=True))
+
+
+@pytest.mark.parametrize("form", ["padded", "bias", "codes", "rowwise", "pair"])
+def test_forms_of_the_weights(form):
+    """F that is padded to 128 columns, the first GEMM's bias, weights that are codes alone, copies of one
+    orientation, and (w1, w3)."""
+    ffn = 72 if form in ("padded", "pair", "codes") else 128
+    given, scaling = problem(torch.bfloat16, 8, ffn=ffn), (0.5, 0.5)
+    x, w13, w2, ids, probs, matrices = given
+    codes, bias13 = fp8moe.torch.quantize_fp8_weights(w13, w2), None
+    options, wanted = {}, in_float64(given)
+    dequantized = [fp8moe.torch.dequantize(q.rowwise).double() for q in codes]
+    width = dequantized[0].shape[1] // 2
+    wanted = list(wanted)
+    wanted[1] = torch.cat([dequantized[0][:, :ffn], dequantized[0][:, width : width + ffn]], dim=1)
+    wanted[2] = dequantized[1][:, :, :ffn]
+    weights = (w13, w2)
+    if form == "bias":
+        bias13 = torch.randn(EXPERTS, 2 * ffn)
+        options["bias13"] = bias13
+    elif form == "codes":
+        weights = codes
+    elif form == "rowwise":
+        options["weight_copies"] = "rowwise"
+    elif form == "pair":
+        weights = ((w13[:, :ffn].contiguous(), w13[:, ffn:].contiguous()), w2)
+    y = moe_experts(x, *weights, ids, probs, lora=adapters(matrices, scaling), **options)
+    right = expected(*wanted, scaling, bias13=None if bias13 is None else bias13.double())
+    assert_near(y, given, right, wanted, 0.03125 + 2 * CAST, 0.03125 + 4 * CAST)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_adapter_alone(place):
+    given = problem(torch.float64, 4)
+    x, w13, w2, ids, probs, matrices = given
+    lora = list(adapters(matrices, (1.0, 1.0)))
+    lora[1 - place] = None
+    y = moe_experts(x, w13, w2, ids, probs, recipe="bf16", lora=tuple(lora))
+    wanted, scaling = in_float64(given), [0.0, 0.0]
+    scaling[place] = 1.0
+    right = expected(*wanted, scaling)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    right.backward(dy)
+    assert error(y, right) < 256 * 2.0**-52
+    for i, (got, of_it) in enumerate(zip(leaves_of(given), leaves_of(wanted), strict=True)):
+        if i in (2 + 2 * (1 - place), 3 + 2 * (1 - place)):
+            assert got.grad is None
+        else:
+            assert error(got.grad, of_it.grad) < 256 * 2.0**-52
+
+
+def test_dropout_is_torchs():
+    """Of x before the permutation, then of the rows of all experts."""
+    given, p = problem(torch.float64, 8), 0.4
+    x, w13, w2, ids, probs, matrices = given
+    ids[3, 1] = (ids[3, 0] + 1) % (EXPERTS - 1)  # as many rows as choices
+    lora = adapters(matrices, (1.0, 1.0), dropout=p)
+    torch.manual_seed(17)
+    y = moe_experts(x, w13, w2, ids, probs, recipe="bf16", lora=lora)
+    torch.manual_seed(17)
+    ones = torch.ones(TOKENS, 128, dtype=x.dtype), torch.ones(TOKENS * K, 128, dtype=x.dtype)
+    masks = [torch.nn.functional.dropout(t, p) for t in ones]
+    wanted = in_float64(given)
+    assert_near(y, given, expected(*wanted, (1.0, 1.0), masks), wanted, 1e-12, 1e-12)
+    torch.manual_seed(18)
+    assert not torch.equal(moe_experts(x, w13, w2, ids, probs, recipe="bf16", lora=lora), y)
+
+
+def test_the_layout_of_peft():
+    experts, rank, hidden, out = 3, 4, 6, 10
+    lora_a, lora_b = torch.randn(rank * experts, hidden), torch.randn(out, rank * experts)
+    lora = LoRA.from_peft(lora_a, lora_b, experts)
+    # get_delta_weight of peft.tuners.lora.layer.ParamWrapper
+    a, b = lora_a.reshape(experts, -1, hidden), lora_b.reshape(out, -1, experts)
+    torch.testing.assert_close(lora.b @ lora.a, torch.einsum("o r e, e r i -> e o i", b, a))
+
+
+def test_saved_codes_that_were_overwritten_are_noticed():
+    x, w13, w2, ids, probs, matrices = problem(torch.bfloat16, 8)
+    codes = fp8moe.torch.quantize_fp8_weights(w13, w2)
+    y = moe_experts(x, w13, w2, ids, probs, fp8_weights=codes, lora=adapters(matrices, (1.0, 1.0)))
+    fp8moe.torch.quantize_fp8_weights(2 * w13, w2, out=codes)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo at a break
+def test_a_compiled_model_has_a_graph_break_and_the_same_result():
+    x, w13, w2, ids, probs, matrices = problem(torch.float64, 4)
+    lora = adapters(matrices, (1.0, 1.0))
+
+    def layer(x):
+        return moe_experts(x * 2, w13, w2, ids, probs, recipe="bf16", lora=lora) * 3
+
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "error_type", "message"),
+    [
+        ({"lora": LoRA(torch.ones(5, 4, 8), torch.ones(5, 8, 4))}, TypeError, "lora: got LoRA; wanted a"),
+        ({"recompute": "moe_expert"}, NotImplementedError, "recompute: got 'moe_expert' with lora"),
+        ({"save": "fp8"}, NotImplementedError, "save: got 'fp8' with lora"),
+        ({"comm": object()}, NotImplementedError, "comm: got a object with lora"),
+        ({"w13": True}, NotImplementedError, "w13: got a tensor that requires grad with lora"),
+        ({"place": 0}, ValueError, "lora of w13: a: got shape [5, 4, 64]; wanted [5, 4, 128]"),
+        ({"place": 3}, ValueError, "lora of w2: b: got shape [5, 64, 4]; wanted [5, 128, 4]"),
+    ],
+)
+def test_refusals(change, error_type, message):
+    x, w13, w2, ids, probs, matrices = problem(torch.bfloat16, 4)
+    if "place" in change:
+        place = change.pop("place")
+        matrix = matrices[place].detach()
+        matrices[place] = matrix[..., :64] if place == 0 else matrix[:, :64]
+    w13.requires_grad_(bool(change.pop("w13", False)))
+    options = {"lora": adapters(matrices, (1.0, 1.0)), **change}
+    with pytest.raises(error_type, match=re.escape(message)):
+        moe_experts(x, w13, w2, ids, probs, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "error_type", "message"),
+    [
+        ({"b": torch.ones(2, 6, 4)}, ValueError, "b: got shape [2, 6, 4]; wanted [2, out, 3]"),
+        ({"a": torch.ones(2, 0, 4), "b": torch.ones(2, 6, 0)}, ValueError, "a: got shape [2, 0, 4]"),
+        ({"a": torch.ones(2, 3, 4, dtype=torch.int64)}, TypeError, "a: got"),
+        ({"dropout": 1.0}, ValueError, "dropout: got 1.0"),
+        ({"scaling": "2"}, TypeError, "scaling: got '2'"),
+    ],
+)
+def test_refused_adapters(change, error_type, message):
+    with pytest.raises(error_type, match=re.escape(message)):
+        replace(LoRA(torch.ones(2, 3, 4), torch.ones(2, 6, 3)), **change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+@pytest.mark.parametrize("rank", [4, 16, 24, 256])
+def test_gradients_on_a_gpu(recipe, rank):
+    given, scaling = problem(torch.bfloat16, rank, hidden=256, ffn=256), (0.75, 1.25)
+    x, w13, w2, ids, probs, matrices = given
+    codes = None if recipe == "bf16" else fp8moe.torch.quantize_fp8_weights(w13, w2)
+    wanted = in_float64(given, codes)
+    cuda = [t.detach().cuda().requires_grad_(t.requires_grad) for t in (x, w13, w2, ids, probs)]
+    on_gpu = [t.detach().cuda().requires_grad_() for t in matrices]
+    y = moe_experts(*cuda, recipe=recipe, lora=adapters(on_gpu, scaling))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    right = expected(*wanted, scaling)
+    right.backward(dy.cpu().double())
+    casts = (0, 0) if codes is None else (2, 4)
+    assert error(y.cpu(), right) < 8 * 2.0**-8 + casts[0] * CAST
+    for got, of_it in zip([cuda[0], cuda[4], *on_gpu], leaves_of(wanted), strict=True):
+        assert error(got.grad.cpu(), of_it.grad) < 8 * 2.0**-8 + casts[1] * CAST
