@@ -29,18 +29,19 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     demo = verbs.add_parser(
-        "demo", help="train a small MoE language model in bf16, fp8_blockwise and fp8_flow, side by side"
+        "demo", help="train a small MoE transformer in bf16, fp8_blockwise and fp8_flow, side by side"
     )
     demo.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: auto)"
     )
     demo.add_argument("--steps", type=_positive, default=None, help="training steps per recipe")
-    demo.add_argument("--tokens", type=_positive, default=None, help="bytes predicted per step")
-    demo.add_argument("--layers", type=_positive, default=None, help="MoE layers")
+    demo.add_argument("--tokens", type=_positive, default=None, help="pieces of text predicted per step")
+    demo.add_argument("--layers", type=_positive, default=None, help="transformer layers")
     demo.add_argument("--experts", type=_positive, default=None, help="experts per layer, 2 or more")
     demo.add_argument("--seed", type=_seed, default=0, help="seed of weights and batches (default: 0)")
+    demo.add_argument("--seeds", type=_positive, default=None, help="initial weights in bf16 (default: 3)")
     demo.add_argument(
-        "--text", type=Path, help="training text (default: generated, the same on all machines)"
+        "--text", type=Path, help="training text (default: plays of Shakespeare, which the package has)"
     )
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder")
     demo.add_argument("--no-check", action="store_true", help="report only: exit code 0 for any losses")
@@ -135,12 +136,16 @@ def _demo(arguments: argparse.Namespace) -> int:
         device = "cuda" if cuda_is_ready() else "cpu"
     chosen = {
         name: getattr(arguments, name)
-        for name in ("steps", "tokens", "layers", "experts", "seed")
+        for name in ("steps", "tokens", "layers", "experts", "seed", "seeds")
         if getattr(arguments, name) is not None
     }
     config = Config(**chosen)
     if config.experts < config.topk:
         raise ValueError(f"--experts: got {config.experts}; wanted at least top-{config.topk}")
+    if config.tokens % config.context:
+        raise ValueError(
+            f"--tokens: got {config.tokens}; wanted a multiple of the context's {config.context}"
+        )
     return train.main(config, device, arguments.text, arguments.out, check=not arguments.no_check)
 
 

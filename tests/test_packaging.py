@@ -63,7 +63,7 @@ def real_files(folder):
 
 def named_in_the_wheel():
     """Name in the wheel -> path in the tree, for every file that the package needs."""
-    kinds = (".py", ".cu", ".cuh", ".typed")
+    kinds = (".py", ".cu", ".cuh", ".gz", ".typed")
     paths = [ROOT / folder / name for folder in ("fp8moe", *LINKS) for name in real_files(ROOT / folder)]
     packages = {path.relative_to(ROOT): path for path in paths if path.suffix in kinds}
     return {

@@ -1,4 +1,7 @@
-"""Trains the demo's model in every recipe and reports a table, a plot and a text sample."""
+"""Trains the demo's model in every recipe, and in bf16 from other seeds: a table, a plot, a text sample.
+
+Recipes differ in rounding only, so their losses should differ by less than those of other initial weights do.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ import numpy as np
 
 import fp8moe
 from fp8moe.demo.model import Config, Model, batches, learning_rate
-from fp8moe.demo.text import generated_text
+from fp8moe.demo.text import shakespeare, split_in_pieces
 from fp8moe.info import command, commit
 from fp8moe.layer.recipes import RECIPES
+from fp8moe.runtime import tables
 
-#: maximum relative difference of fp8_flow's loss from bf16's, averaged over the last tenth of the run
-ALLOWED_DEVIATION = 0.0025
+#: maximum relative difference of fp8_flow's loss from bf16's, averaged over the last tenth of the run: such
+#: averages of bf16 from three seeds, on the same batches, were up to 0.5 % apart in the second half of a run
+ALLOWED_DEVIATION = 0.005
+PROMPT, SAMPLED = 8, 160  # pieces
 
 
 @dataclass
@@ -41,26 +47,39 @@ class Run:
         return float(np.mean(self.losses[-max(1, len(self.losses) // 10) :]))
 
 
-def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[str, Run], dict[str, Model]]:
-    """Train one model per recipe on the same batches. The recipes alternate at each step, so that the load of
-    the machine affects all timings equally."""
+def train(config: Config, pieces: np.ndarray, xp: ModuleType = np) -> tuple[dict[str, Run], dict[str, Model]]:
+    """Train one model per recipe, and in bf16 per further seed, on the same batches. They alternate at each
+    step, so that the load of the machine affects all timings equally."""
     tqdm = importlib.import_module("tqdm").tqdm
-    models: dict[str, Model] = {recipe: Model(config, recipe, xp) for recipe in RECIPES}
-    runs: dict[str, Run] = {recipe: Run() for recipe in RECIPES}
-    bar = tqdm(batches(text, config), total=config.steps, unit="step", dynamic_ncols=True)
-    for step, (contexts, targets) in enumerate(bar):
-        contexts, targets = xp.asarray(contexts), xp.asarray(targets)
-        for recipe, model in models.items():
+    seeds = [config.seed + n for n in range(config.seeds)]
+    models = {recipe: Model(config, recipe, xp, seeds[0]) for recipe in RECIPES}
+    models |= {f"bf16, seed {seed}": Model(config, "bf16", xp, seed) for seed in seeds[1:]}
+    runs: dict[str, Run] = {name: Run() for name in models}
+    bar = tqdm(batches(pieces, config), total=config.steps, unit="step", dynamic_ncols=True)
+    for step, batch in enumerate(bar):
+        given = xp.asarray(batch)
+        for name, model in models.items():
             start = time.perf_counter()
             with fp8moe.trace() as traced:
-                loss, grads = model.loss(contexts, targets)
+                loss, grads = model.loss(given)
             model.adamw(grads, learning_rate(config, step))
-            run = runs[recipe]
+            run = runs[name]
             run.losses.append(loss)  # a Python float, so the device has finished
             run.seconds.append(time.perf_counter() - start)
             run.casts, run.saved_bytes = traced.casts, traced.saved_bytes
-        bar.set_postfix({recipe: f"{run.losses[-1]:.3f}" for recipe, run in runs.items()})
+        bar.set_postfix({recipe: f"{runs[recipe].losses[-1]:.3f}" for recipe in RECIPES})
     return runs, models
+
+
+def of_seeds(runs: dict[str, Run]) -> dict[str, Run]:
+    """The runs in bf16, which differ in their initial weights."""
+    return {name: run for name, run in runs.items() if name not in RECIPES or name == "bf16"}
+
+
+def spread(runs: dict[str, Run]) -> float:
+    """Largest difference of final losses between seeds, relative to bf16's."""
+    finals = [run.final for run in of_seeds(runs).values()]
+    return (max(finals) - min(finals)) / runs["bf16"].final
 
 
 def deviation(runs: dict[str, Run], recipe: str) -> float:
@@ -69,60 +88,74 @@ def deviation(runs: dict[str, Run], recipe: str) -> float:
 
 
 def table(runs: dict[str, Run]) -> str:
-    head = (
-        f"{'recipe':14} {'first loss':>10} {'last loss':>10} {'vs bf16':>9} {'casts':>6} {'saved':>9} "
-        f"{'ms/step':>8}"
-    )
-    lines = [head, "-" * len(head)]
-    for recipe, run in runs.items():
-        lines.append(
-            f"{recipe:14} {run.first:10.4f} {run.final:10.4f} {deviation(runs, recipe):+9.3%} "
-            f"{run.casts:6} {run.saved_bytes / 2**20:5.2f} MiB {np.median(run.seconds) * 1e3:8.1f}"
+    rows = [["recipe", "first loss", "last loss", "vs bf16", "casts", "saved", "ms/step"]]
+    for name, run in runs.items():
+        rows.append(
+            [
+                *(name, f"{run.first:.4f}", f"{run.final:.4f}", f"{deviation(runs, name):+.3%}"),
+                *(
+                    str(run.casts),
+                    f"{run.saved_bytes / 2**20:.2f} MiB",
+                    f"{np.median(run.seconds) * 1e3:.1f}",
+                ),
+            ]
         )
-    lines.append(
-        "last loss: mean of the last tenth; casts: explicit, per step; saved: bytes for the backward"
-    )
-    return "\n".join(lines)
+    head, *lines = tables.table(rows)
+    notes = [
+        "losses: nats per piece; last: mean of the last tenth",
+        "casts: explicit, per step; saved: for backward",
+    ]
+    if len(of_seeds(runs)) > 1:
+        notes.append(f"spread of the seeds of bf16: {spread(runs):.3%}")
+    return "\n".join([head, "-" * len(head), *lines, *notes])
 
 
 def picture(runs: dict[str, Run], path: Path) -> None:
-    """Plot the loss curves and their difference from bf16, smoothed over a tenth of the run."""
+    """Plot the loss curves, and their difference from bf16 beside that of other seeds, smoothed over a tenth
+    of the run."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     plt = importlib.import_module("matplotlib.pyplot")
     figure, (top, below) = plt.subplots(
         2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
-    base = np.array(runs["bf16"].losses)
-    width = max(1, len(base) // 10)
-    for color, (recipe, run) in enumerate(runs.items()):
+    width = max(1, len(runs["bf16"].losses) // 10)
+
+    def smooth(run: Run) -> np.ndarray:
+        return np.convolve(run.losses, np.ones(width) / width, "valid")
+
+    base = smooth(runs["bf16"])
+    steps = np.arange(width - 1, len(runs["bf16"].losses))
+    seeds = [(smooth(run) / base - 1) * 100 for run in of_seeds(runs).values()]
+    if len(seeds) > 1:
+        band = np.min(seeds, axis=0), np.max(seeds, axis=0)
+        below.fill_between(steps, *band, color="0.85", label=f"bf16, {len(seeds)} seeds")
+    for color, recipe in enumerate(RECIPES):
+        run = runs[recipe]
         top.plot(run.losses, f"C{color}", label=f"{recipe} ({run.final:.4f})", linewidth=1)
-        if recipe != "bf16" and len(base) >= width:
-            window = np.ones(width) / width
-            smooth = np.convolve(run.losses, window, "valid") / np.convolve(base, window, "valid") - 1
-            steps = np.arange(width - 1, len(base))
-            below.plot(steps, smooth * 100, f"C{color}", label=recipe, linewidth=1)
-    below.axhspan(-100 * ALLOWED_DEVIATION, 100 * ALLOWED_DEVIATION, color="0.9")
-    top.set_ylabel("loss, nats per byte")
+        below.plot(steps, (smooth(run) / base - 1) * 100, f"C{color}", label=recipe, linewidth=1)
+    top.set_ylabel("loss, nats per piece")
     top.legend(title="recipe (mean of the last tenth)")
     below.set_xlabel("step")
     below.set_ylabel("difference from bf16, %")
-    below.legend()
-    top.set_title("The same byte-level mixture-of-experts model in three recipes")
+    below.legend(ncols=2)
+    top.set_title("The same mixture-of-experts transformer in three recipes")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def sample(model: Model, prompt: bytes, length: int, temperature: float = 0.6) -> str:
-    """Generate a continuation of a prompt."""
-    rng = np.random.default_rng(0)
-    text = list(prompt.rjust(model.config.window, b"\n"))
-    for _ in range(length):
-        context = model.xp.asarray(np.array([text[-model.config.window :]], np.uint8))
-        probs = model.next_byte_probs(context)[0]
-        probs = np.asarray(probs.get() if hasattr(probs, "get") else probs, np.float64) ** (1 / temperature)
-        text.append(int(rng.choice(256, p=probs / probs.sum())))
-    return printable(bytes(text[-length - len(prompt) :]).decode("utf-8", "replace"))
+def sample(model: Model, prompt: np.ndarray, vocabulary: list[bytes], temperature: float = 0.7) -> str:
+    """Generate a continuation of pieces."""
+    rng, context = np.random.default_rng(0), model.config.context
+    pieces = [int(piece) for piece in prompt]
+    for _ in range(SAMPLED):
+        last = pieces[-context:]
+        padded = np.array(last + [0] * (context - len(last)))
+        probs = model.next_piece_probs(model.xp.asarray(padded))[len(last) - 1]
+        probs = np.asarray(probs.get() if hasattr(probs, "get") else probs, np.float64)
+        probs = probs[: len(vocabulary)] ** (1 / temperature)
+        pieces.append(int(rng.choice(len(probs), p=probs / probs.sum())))
+    return printable(b"".join(vocabulary[piece] for piece in pieces).decode("utf-8", "replace"))
 
 
 def printable(text: str) -> str:
@@ -133,10 +166,14 @@ def printable(text: str) -> str:
 def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
     """(passed, description) of each of the demo's checks."""
     difference = deviation(runs, "fp8_flow")
-    all_fell = all(run.final < 0.6 * run.first for run in runs.values())
+    all_fell = all(run.final < run.first * 2 / 3 for run in runs.values())
+    seeds = f", {spread(runs):.3%} between seeds" if len(of_seeds(runs)) > 1 else ""
     return [
-        (all_fell, "every recipe's loss fell by more than 40 %"),
-        (abs(difference) <= ALLOWED_DEVIATION, f"fp8_flow is within 0.25 % of bf16 ({difference:+.3%})"),
+        (all_fell, "every recipe's loss fell by more than a third"),
+        (
+            abs(difference) <= ALLOWED_DEVIATION,
+            f"fp8_flow is within {ALLOWED_DEVIATION:.1%} of bf16 ({difference:+.3%}{seeds})",
+        ),
         (
             runs["fp8_flow"].casts < runs["fp8_blockwise"].casts,
             f"{runs['fp8_flow'].casts} casts per step instead of {runs['fp8_blockwise'].casts}",
@@ -152,16 +189,21 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
         from fp8moe.runtime.interop import require_cupy
 
         xp = require_cupy("--device cuda")
-    text = generated_text() if text_file is None else np.fromfile(text_file, np.uint8)
-    if len(text) <= config.window:
-        raise ValueError(f"text: got {len(text)} bytes; wanted more than the window size, {config.window}")
+    text = shakespeare() if text_file is None else np.fromfile(text_file, np.uint8)
+    pieces, vocabulary = split_in_pieces(text, config.vocabulary)
+    if len(pieces) <= config.context:
+        raise ValueError(
+            f"text: got {len(text)} bytes, {len(pieces)} pieces; wanted more than the context's "
+            f"{config.context}"
+        )
     print(
-        f"{config.layers} MoE layer(s), {config.experts} experts, top-{config.topk}, hidden {config.hidden}; "
-        f"{len(text):,} bytes of text; {config.steps} steps of {config.tokens} bytes on {device}"
+        f"{config.layers} layer(s) of attention and {config.experts} experts, top-{config.topk}, hidden "
+        f"{config.hidden}; {len(text):,} bytes of text in {len(pieces):,} pieces; {config.steps} steps of "
+        f"{config.tokens} pieces on {device}"
     )
     importlib.import_module("matplotlib")  # missing packages and folders are reported before the training
     folder.mkdir(parents=True, exist_ok=True)
-    runs, models = train(config, text, xp)
+    runs, models = train(config, pieces, xp)
     picture(runs, folder / "loss.png")
     report = {
         "config": asdict(config),
@@ -172,7 +214,7 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
     }
     (folder / "results.json").write_text(json.dumps(report) + "\n")
     print("\n" + table(runs))
-    print("\nsample of fp8_flow:\n" + sample(models["fp8_flow"], b"def ", 240))
+    print("\nsample of fp8_flow:\n" + sample(models["fp8_flow"], pieces[:PROMPT], vocabulary))
     print()
     results = verdicts(runs)
     for passed, description in results:
