@@ -1,1 +1,1 @@
-"""The demo: trains a byte-level mixture-of-experts language model in every recipe."""
+"""The demo: trains a small mixture-of-experts transformer in every recipe."""
