@@ -203,6 +203,11 @@ def _multiply_codes(
     """The forward of `FP8Experts`, whose parameters are a checkpoint's codes and scales, and are frozen."""
     if not options.precision.quantizes:
         raise _unsupported_codes(experts, f"recipe {options.recipe!r}")
+    if is_parametrized(experts):  # PEFT would add to codes, whatever their scales are
+        raise NotImplementedError(
+            f"{type(experts).__name__}: got PEFT's adapters of FP8 weights with several active adapters, "
+            "expert parallelism, recompute or save; wanted one active adapter, and none of the others"
+        )
     w13, w2 = _records_of(experts)
     ids = _without_other_ranks(experts, ids, experts.num_experts, comm)
     arguments = {**options.arguments, "activation": activation_of(experts)}
@@ -339,13 +344,13 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
         bias13 = gates_before_ups(bias13) if _is_interleaved(experts) else bias13
     ids, lora = _without_other_ranks(experts, ids, number, comm), _lora_of(experts)
     if hasattr(experts, "_fp8_weights"):
-        rows = [x, probs] if bias13 is None else [x, probs, bias13]
-        rows += [] if lora is None else [t for w in lora if w is not None for t in (w.a, w.b)]
+        rows = (x, probs) if bias13 is None else (x, probs, bias13)
+        rows += () if lora is None else tuple([t for w in lora if w is not None for t in (w.a, w.b)])
         codes = options["fp8_weights"] = codes_of(experts, [*masters.values()], rows)
     reorder = gates_before_ups if codes is None else gradient_of_gates_before_ups
     w13, w2 = _as_operands(experts, [*masters.values()], reorder)
-    biases = {"bias13": bias13, "bias2": bias2}
-    return moe_experts(x, w13, w2, ids, probs, **options, **biases, comm=comm, lora=lora)
+    options |= {"bias13": bias13, "bias2": bias2, "lora": lora}
+    return moe_experts(x, w13, w2, ids, probs, **options, comm=comm)
 
 
 def _as_operands(
@@ -417,8 +422,7 @@ def _serve_peft() -> None:
     """Lets PEFT's ``target_parameters`` hand its matrices to the experts that this library computes. PEFT
     parametrises the weight for a forward, which computes W + B A at once; here it stays as it is. PEFT is
     imported by transformers, where it is installed."""
-    layer = getattr(sys.modules.get("peft"), "tuners", None)
-    wrapper = getattr(getattr(getattr(layer, "lora", None), "layer", None), "ParamWrapper", None)
+    wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     original = getattr(wrapper, "_activate_lora", None)
     if original is None or original.__module__ == __name__:
         return

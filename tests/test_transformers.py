@@ -755,3 +755,54 @@ def test_other_experts_in_fp8_are_refused(changed, message):
         NotImplementedError, match=rf"FP8Experts: got experts in FP8 with {message}; .*dequantize"
     ):
         other(x, ids, probs)
+
+
+def test_adapters_beside_experts_in_fp8():
+    """PEFT's target_parameters, against float64 with the values of the codes. A weight that PEFT computes would
+    be codes plus B A, without their scales; merging is refused by torch."""
+    peft = pytest.importorskip("peft")
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    experts, values = fp8_experts(96)
+    before = [p.detach().clone() for p in experts.parameters()]
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=6, lora_alpha=12, target_modules=[], target_parameters=names)
+    model = torch.nn.ModuleDict({"experts": experts})
+    model = peft.inject_adapter_in_model(config, model)
+    cast_adapter_dtype(model, "default")  # as get_peft_model does
+    wrappers = {m.parameter_name: m for m in model.modules() if hasattr(m, "parameter_name")}
+    matrices = [getattr(wrappers[n], m)["default"].weight for n in wrappers for m in ("lora_A", "lora_B")]
+    for p in matrices:
+        torch.nn.init.normal_(p, std=0.2)
+    x, ids, probs, dy = routed(torch.bfloat16)
+    rows, weights = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    model["experts"](rows, ids, weights).backward(dy)
+
+    values = values.double()
+    wide = [t.detach().double().requires_grad_() for t in (x, probs, *matrices)]
+    summed = {}
+    for name, (a, b) in zip(wrappers, (wide[2:4], wide[4:6]), strict=True):
+        a, b = a.reshape(E, 6, -1), b.reshape(-1, 6, E)
+        summed[name] = getattr(values, name).detach() + 2 * torch.einsum("ore,eri->eoi", b, a)
+    y = torch.zeros(T, H, dtype=torch.float64)
+    for e in range(E):
+        tokens, places = (ids == e).nonzero(as_tuple=True)
+        gate, up = (wide[0][tokens] @ summed["gate_up_proj"][e].T).chunk(2, -1)
+        out = torch.nn.functional.silu(gate) * up @ summed["down_proj"][e].T
+        y = y.index_add(0, tokens, out * wide[1][tokens, places][:, None])
+    y.backward(dy.double())
+    for got, wanted in zip((rows, weights, *matrices), wide, strict=True):
+        assert (got.grad.double() - wanted.grad).norm() <= FP8_NOISE * wanted.grad.norm()
+    kept = [p for n, p in model.named_parameters() if "lora" not in n]
+    for p, old in zip(kept, before, strict=True):
+        assert torch.equal(p.view(torch.uint8), old.view(torch.uint8))
+    with pytest.raises(RuntimeError, match="Float8"):
+        wrappers["down_proj"].merge()
+    for wrapper in wrappers.values():
+        wrapper.update_layer("second", 6, 12, config)
+        wrapper.set_adapter(["default", "second"])
+    cast_adapter_dtype(model, "second")
+    with pytest.raises(
+        NotImplementedError, match="FP8Experts: got PEFT's adapters of FP8 weights with several"
+    ):
+        model["experts"](rows, ids, weights)

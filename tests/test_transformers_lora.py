@@ -131,6 +131,18 @@ def test_micro_batches_share_the_copies_of_the_base(monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant, calls):
+    wanted = losses(adapted("qwen3_moe", FP8))
+    model = adapted("qwen3_moe", FP8).train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    logits, grads = losses(model)
+    assert calls == [True] * 3
+    assert torch.equal(logits, wanted[0])
+    assert all(torch.equal(grad, wanted[1][name]) for name, grad in grads.items())
+
+
 def test_saved_adapters_are_loaded(tmp_path, calls):
     model = adapted("gpt_oss", FP8)
     logits, _ = losses(model)

@@ -191,11 +191,11 @@ def experts_with_lora(
     if second is not None and (missing := width - second.a.shape[2]):
         second = LoRA(padded(second.a, 2, 1, missing), second.b, second.scaling, second.dropout)
     plans: list[Any] = []
-    given = x, _dropped(x, first), probs, *_matrices(first), ids, w13, w2, bias13, _scaling(first), options
-    h, row_probs = _First.apply(*given, plans)
+    rows: Any = x, _dropped(x, first), probs, *_matrices(first), ids, w13, w2, bias13, _scaling(first)
+    h, row_probs = _First.apply(*rows, options, plans)
     act = torch_ops.swiglu(h, row_probs, activation=options.activation)
-    given = act, _dropped(act, second), *_matrices(second), w2, _scaling(second), options
-    return _Second.apply(*given, *plans)  # type: ignore[no-any-return]
+    rows = act, _dropped(act, second), *_matrices(second), w2, _scaling(second)
+    return _Second.apply(*rows, options, *plans)  # type: ignore[no-any-return]
 
 
 def _dropped(rows: Tensor, lora: LoRA | None) -> Tensor | None:
@@ -253,7 +253,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, z, probs, a, b, ids, w13, w2, bias13, scaling, options, plans):  # type: ignore[no-untyped-def]
-        read = (None, None) if a is None else _read_by_gemms(a, b, scaling, x.dtype)
+        read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, x.dtype)
         plan, h, low, row_probs, u = core.first_forward(x, z, w13, w2, bias13, ids, probs, *read, options)
         plans.append(plan)
         if low is not None:
@@ -276,7 +276,7 @@ class _First(torch.autograd.Function):
         requested = _requested(ctx, ctx.names, "dx")
         remaining = iter(saved)
         w13 = map_arrays(lambda _: next(remaining), ctx.w)
-        given = dh.contiguous(), dprobs.float() if dprobs.dtype != torch.float64 else dprobs, z, u, w13, a, b
+        given: Any = dh.contiguous(), dprobs.contiguous(), z, u, w13, a, b
         given = *given, plan_with(ctx.plan, data), ctx.options, requested
         dx, dprobs, dz, da, db = core.first_backward(*given)
         if "dz" not in ctx.names and dz is not None:
@@ -288,7 +288,7 @@ class _First(torch.autograd.Function):
 class _Second(torch.autograd.Function):
     @staticmethod
     def forward(ctx, act, z, a, b, w2, scaling, options, plan):  # type: ignore[no-untyped-def]
-        read = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
+        read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
         rows = None if a is None else act if z is None else z
         y, low, u = core.second_forward(act, rows, w2, *read, plan, options)
         if low is not None:
