@@ -197,6 +197,23 @@ def grouped_gemm(
         module.grouped_gemm(x, w, expert_offsets, bias=bias, transpose_w=transpose_w, out=out, **options)
 
 
+def add_grouped_gemm(
+    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+) -> None:
+    product = product_of_grouped_gemm(x, w, expert_offsets, None, transpose_w, out)
+    why = grouped_gemm_wgmma16.unsupported_reasons(product, current_architecture())
+    if product.operands[0] != "bfloat16":
+        why.append("the operands are not bfloat16")
+    if why and product.flops:
+        raise ValueError(
+            f"out: got a sum that no kernel takes ({'; '.join(why)}); wanted one as described in "
+            "add_grouped_gemm; use grouped_gemm and an addition"
+        )
+    if product.flops:
+        options = {"transpose_w": transpose_w, "num_sms": num_sms, "out": out}
+        grouped_gemm_wgmma16.add_grouped_gemm(x, w, expert_offsets, **options)
+
+
 def permute_gemm(
     x: QuantTensor,
     w: QuantTensor,

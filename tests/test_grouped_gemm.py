@@ -30,7 +30,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
-from fp8moe.ops.grouped_gemm import raw_grouped_gemm_wgrad, raw_grouped_gemm_wgrad_of_parts
+from fp8moe.ops.grouped_gemm import (
+    add_grouped_gemm,
+    raw_grouped_gemm_wgrad,
+    raw_grouped_gemm_wgrad_of_parts,
+)
 from fp8moe.ops.quantize import columns_of
 from fp8moe.runtime.dispatch import operation
 
@@ -732,6 +736,50 @@ def test_products_of_16_bits_by_wgmma(backend, monkeypatch, dtype, counts, width
         added = fp8moe.grouped_gemm_wgrad(dy, x, offsets, backend.upload(into.copy()), backend="wgmma")
         added, total = backend.download(added), wanted_dw + into.astype(np.float64)
         assert relative(added, total) <= bound + rounding[out] / 2
+
+
+@over(
+    "counts, width, depth",
+    reference=[([5, 0, 130], 264, 16)],
+    on_cpu=[([5, 0, 130], 264, 16), ([3, 300], 72, 80), ([0, 0], 8, 16)],
+    on_gpu=[
+        ([128, 0, 256], 264, 16),
+        ([5, 130, 1], 520, 24),
+        ([2000, 1, 700], 1536, 256),
+        ([33] * 300, 256, 16),
+    ],
+)
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_add_grouped_gemm(backend, counts, width, depth, transpose_w):
+    """In place, rounded once, against float64; an infinity of out stays in its place, rows of no expert are
+    zeros."""
+    backend.skip_without("wgmma")
+    offsets = (3 + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
+    rows = int(offsets[-1]) + 5
+    shapes = (rows, width), (rows, depth), (len(counts), width, depth)
+    addend, x, w = (RNG.standard_normal(shape).astype(BF16) for shape in shapes)
+    addend[: offsets[0]] = addend[offsets[-1] :] = x[: offsets[0]] = x[offsets[-1] :] = np.nan
+    exact, size = addend.astype(np.float64), np.abs(addend.astype(np.float64))
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
+        wide_x, wide_w = x[lo:hi].astype(np.float64), w[e].astype(np.float64).T
+        exact[lo:hi] += wide_x @ wide_w
+        size[lo:hi] += np.abs(wide_x) @ np.abs(wide_w)
+    odd = RNG.random(addend.shape) < 0.01
+    odd[: offsets[0]] = odd[offsets[-1] :] = False
+    addend[odd] = np.inf
+    if transpose_w:
+        w = np.ascontiguousarray(w.transpose(0, 2, 1))
+    out, *operands = map(backend.upload, (addend, x, w, offsets))
+    result = add_grouped_gemm(out, *operands, transpose_w=transpose_w)
+    got = backend.download(result).astype(np.float64)
+    assert np.isinf(got[odd]).all()
+    own = np.zeros(addend.shape, bool)
+    own[offsets[0] : offsets[-1]] = True
+    assert not got[~own].any()
+    # depth + 1 roundings to float32 of sums of at most the terms' magnitudes (tensor cores truncate: twice
+    # the unit), and one to bfloat16
+    bound = 2.0**-8 * np.abs(exact) + 2 * 2.0**-24 * (depth + 1) * size
+    assert (np.abs(got - exact) <= bound)[own & ~odd].all()
 
 
 @only_on_cpu

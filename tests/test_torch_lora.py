@@ -3,12 +3,18 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from cases import FP8_NOISE
+from backends import on_cuda
+from cases import BF16, FP8_NOISE, generator, relative
 
 torch = pytest.importorskip("torch")
 
 import fp8moe.torch  # noqa: E402
+from fp8moe.activation import SWIGLU  # noqa: E402
+from fp8moe.adapters.torch import lora as adapter  # noqa: E402
+from fp8moe.layer import lora as core  # noqa: E402
+from fp8moe.layer.options import LayerOptions  # noqa: E402
 from fp8moe.torch import LoRA, moe_experts  # noqa: E402
 
 EXPERTS, TOKENS, K = 5, 48, 2
@@ -25,16 +31,15 @@ def problem(
 ):
     """x, w13, w2, ids, probs, and A and B of w13 and w2, random. The last expert has no tokens, and one
     choice is no expert."""
-    generator = torch.Generator().manual_seed(torch.seed())
 
     def normal(*shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32):
-        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+        return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
 
-    x = torch.randn(TOKENS, hidden, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(TOKENS, hidden).to(dtype).requires_grad_()
     w13, w2 = normal(EXPERTS, 2 * ffn, hidden, dtype=dtype), normal(EXPERTS, hidden, ffn, dtype=dtype)
-    ids = torch.rand(TOKENS, EXPERTS - 1, generator=generator).topk(K).indices
+    ids = torch.rand(TOKENS, EXPERTS - 1).topk(K).indices
     ids[3, 1] = -1
-    probs = torch.rand(TOKENS, K, generator=generator)
+    probs = torch.rand(TOKENS, K)
     probs = probs.double() if dtype == torch.float64 else probs
     matrices = [normal(EXPERTS, rank, hidden), normal(EXPERTS, 2 * ffn, rank)]
     matrices += [normal(EXPERTS, rank, ffn), normal(EXPERTS, hidden, rank)]
@@ -152,6 +157,19 @@ def test_forms_of_the_weights(form):
     assert_near(y, given, right, wanted, FP8_NOISE)
 
 
+@pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.float64), ("fp8_flow", torch.bfloat16)])
+def test_without_a_kernel_that_adds(recipe, dtype, monkeypatch):
+    """As on GPUs other than Hopper."""
+    given = problem(dtype, 8)
+    x, w13, w2, ids, probs, matrices = given
+    codes = None if recipe == "bf16" else fp8moe.torch.quantize_fp8_weights(w13, w2)
+    monkeypatch.setattr(adapter, "_adds", lambda *_: False)
+    lora = adapters(matrices, (1.0, 1.0))
+    y = moe_experts(x, w13, w2, ids, probs, recipe=recipe, fp8_weights=codes, lora=lora)
+    wanted = in_float64(given, codes)
+    assert_near(y, given, expected(*wanted, (1.0, 1.0)), wanted, FLOAT64 if codes is None else FP8_NOISE)
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_one_adapter_alone(place):
     given = problem(torch.float64, 4)
@@ -256,6 +274,46 @@ def test_refusals(change, error_type, message):
 def test_refused_adapters(change, error_type, message):
     with pytest.raises(error_type, match=re.escape(message)):
         replace(LoRA(torch.ones(2, 3, 4), torch.ones(2, 6, 3)), **change)
+
+
+@on_cuda
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_kernels_agree_with_the_reference(backend, recipe, adds):
+    """Both halves, each called twice: recorded and replayed. The plan, which is no kernel in C++, and the
+    first half's forward are the reference's."""
+    backend.skip_without("wgmma")
+    rng, experts, tokens, width, rank = generator(), 3, 20, 128, 16
+    options = LayerOptions(SWIGLU, recipe)
+
+    def normal(*shape):
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(BF16)
+
+    x, dy = normal(tokens, width), normal(tokens, width)
+    a, b, b2 = normal(experts, rank, width), normal(experts, 2 * width, rank), normal(experts, width, rank)
+    w13, w2 = normal(experts, 2 * width, width), normal(experts, width, width)
+    if recipe != "bf16":
+        w13, w2 = (fp8moe.quantize_weights(w) for w in (w13, w2))
+    ids = np.argsort(rng.random((tokens, experts)))[:, :2].astype(np.int32)
+    probs = rng.random((tokens, 2)).astype(np.float32)
+    plan, h, _, row_probs, u = core.first_forward(x, None, w13, w2, None, ids, probs, a, b, options, adds)
+    act, dh = fp8moe.swiglu(h, row_probs), normal(*h.shape)
+
+    def steps(x, w13, w2, a, b, b2, dy, plan, row_probs, u, act, dh):
+        y, low, u2 = core.second_forward(act, act, w2, a, b2, plan, options, adds)
+        wanted = "dact", "dx", "dprobs", "dz", "da", "db"
+        second = core.second_backward(dy, act, u2, w2, a, b2, plan, options, wanted, adds)
+        first = core.first_backward(dh, row_probs, x, u, w13, a, b, plan, options, wanted, adds)
+        return y, low, *second, *first
+
+    arguments = x, w13, w2, a, b, b2, dy, plan, row_probs, u, act, dh
+    results = steps(*arguments)
+    on_device = [backend.upload(t) for t in arguments]
+    for _ in range(2):
+        for actual, wanted in zip(backend.download(steps(*on_device)), results, strict=True):
+            assert (actual is None) == (wanted is None)
+            if wanted is not None:
+                assert relative(actual, wanted.astype(np.float64)) <= BFLOAT16
 
 
 @pytest.mark.gpu

@@ -758,8 +758,8 @@ def test_other_experts_in_fp8_are_refused(changed, message):
 
 
 def test_adapters_beside_experts_in_fp8():
-    """PEFT's target_parameters, against float64 with the values of the codes. A weight that PEFT computes would
-    be codes plus B A, without their scales; merging is refused by torch."""
+    """PEFT's target_parameters, against float64 with the values of the codes. A weight that PEFT computes
+    would be codes plus B A, without their scales; merging is refused by torch."""
     peft = pytest.importorskip("peft")
     from peft.tuners.tuners_utils import cast_adapter_dtype
 

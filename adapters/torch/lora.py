@@ -17,7 +17,7 @@ from fp8moe.adapters.torch.arguments import PLACEHOLDER
 from fp8moe.adapters.torch.halves import asked_for
 from fp8moe.adapters.torch.library import once_differentiable
 from fp8moe.adapters.torch.operands import Operands, codes_now, padded, round_up_to_block
-from fp8moe.adapters.torch.operation import check_float, plan_with
+from fp8moe.adapters.torch.operation import check_float, on_hopper, plan_with
 from fp8moe.layer import lora as core
 from fp8moe.layer.moe import read_by_backward
 from fp8moe.layer.options import LayerOptions
@@ -198,6 +198,16 @@ def experts_with_lora(
     return _Second.apply(*rows, options, *plans)  # type: ignore[no-any-return]
 
 
+def _adds(rows: Tensor, shape_of_w2: Any, options: LayerOptions) -> bool:
+    """Whether `fp8moe.ops.grouped_gemm.add_grouped_gemm` has a kernel for both halves."""
+    if rows.device.type == "cpu":
+        return True
+    experts, hidden, ffn = shape_of_w2
+    sizes_fit = hidden % 8 == 0 and ffn % 8 == 0 and experts <= 1024 and rows.shape[0] > 0
+    kernel = rows.dtype == torch.bfloat16 and options.backend in (None, "wgmma")
+    return sizes_fit and kernel and on_hopper(rows)
+
+
 def _dropped(rows: Tensor, lora: LoRA | None) -> Tensor | None:
     """The rows that an adapter reads, None for the rows themselves."""
     if lora is None or not lora.dropout:
@@ -254,7 +264,9 @@ class _First(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, z, probs, a, b, ids, w13, w2, bias13, scaling, options, plans):  # type: ignore[no-untyped-def]
         read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, x.dtype)
-        plan, h, low, row_probs, u = core.first_forward(x, z, w13, w2, bias13, ids, probs, *read, options)
+        ctx.adds = _adds(x, w2.shape, options)
+        rows = x, z, w13, w2, bias13, ids, probs, *read, options, ctx.adds
+        plan, h, low, row_probs, u = core.first_forward(*rows)
         plans.append(plan)
         if low is not None:
             h.add_(low)
@@ -264,8 +276,8 @@ class _First(torch.autograd.Function):
         ctx.names = tuple([name for name, t in named.items() if t is not None])
         ctx.plan, ctx.options = vars(plan) | {"data": None}, options
         # what the adapter reads is needed by it alone
-        rows = None if a is None else x if z is None else z
-        _save(ctx, w13, scaling, a, b, (rows, u, *read, plan.data))
+        read_by_adapter = None if a is None else x if z is None else z
+        _save(ctx, w13, scaling, a, b, (read_by_adapter, u, *read, plan.data))
         ctx.dtype_of_probs = probs.dtype
         return h, row_probs
 
@@ -277,7 +289,8 @@ class _First(torch.autograd.Function):
         remaining = iter(saved)
         w13 = map_arrays(lambda _: next(remaining), ctx.w)
         given: Any = dh.contiguous(), dprobs.contiguous(), z, u, w13, a, b
-        given = *given, plan_with(ctx.plan, data), ctx.options, requested
+        joined = ctx.adds and "dz" not in ctx.names
+        given = *given, plan_with(ctx.plan, data), ctx.options, requested, joined
         dx, dprobs, dz, da, db = core.first_backward(*given)
         if "dz" not in ctx.names and dz is not None:
             dx, dz = dx.add_(dz), None
@@ -290,7 +303,8 @@ class _Second(torch.autograd.Function):
     def forward(ctx, act, z, a, b, w2, scaling, options, plan):  # type: ignore[no-untyped-def]
         read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
         rows = None if a is None else act if z is None else z
-        y, low, u = core.second_forward(act, rows, w2, *read, plan, options)
+        ctx.adds = _adds(act, w2.shape, options)
+        y, low, u = core.second_forward(act, rows, w2, *read, plan, options, ctx.adds)
         if low is not None:
             y.add_(low)
         if options.precision.quantizes:
@@ -308,7 +322,9 @@ class _Second(torch.autograd.Function):
         requested = _requested(ctx, ctx.names, "dact")
         remaining = iter(saved)
         w2 = map_arrays(lambda _: next(remaining), ctx.w)
-        given = dy.contiguous(), z, u, w2, a, b, plan_with(ctx.plan, data), ctx.options, requested
+        joined = ctx.adds and "dz" not in ctx.names
+        given: Any = dy.contiguous(), z, u, w2, a, b, plan_with(ctx.plan, data)
+        given = *given, ctx.options, requested, joined
         dact, dz, da, db = core.second_backward(*given)
         if "dz" not in ctx.names and dz is not None:
             dact, dz = dact.add_(dz), None

@@ -183,6 +183,63 @@ def raw_grouped_gemm(
 
 
 @operation
+def add_grouped_gemm(
+    out: ArrayLike,
+    x: ArrayLike,
+    w: ArrayLike,
+    expert_offsets: ArrayLike,
+    *,
+    transpose_w: bool = False,
+    num_sms: int | None = None,
+) -> Any:
+    """Add `grouped_gemm` of arrays to out, in place: out[rows of e] += x[rows of e] @ w[e].T.
+
+    The sums are float32 (float64 for float64) and rounded once. On CUDA for compute capability 9.0 only, with
+    bfloat16, N and K multiples of 8 and arrays that begin at a multiple of 16 bytes.
+
+    Parameters
+    ----------
+    out : ArrayLike, floating point, [P, N]
+        In x's dtype; zeros are written to rows that belong to no expert.
+    x, w, expert_offsets, transpose_w, num_sms :
+        As in `grouped_gemm`.
+
+    Returns
+    -------
+    ArrayLike, [P, N]
+        ``out``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype or shape, or on CUDA for a sum that the kernel does not take.
+    """
+    call = enter(out=out, x=x, w=w, expert_offsets=expert_offsets)
+    a = call.args
+    num_sms = _limit_of(call, num_sms)
+    transpose_w = checks.flag("transpose_w", transpose_w)
+    checks.dtype("x", a.x, checks.FLOATS)
+    for name in ("w", "out"):
+        checks.dtype(name, getattr(a, name), (a.x.dtype,))
+    checks.shape("out", a.out, ("P", "N"))
+    rows, width = a.out.shape
+    checks.shape("x", a.x, (rows, "K"))
+    depth = a.x.shape[1]
+    checks.shape("w", a.w, ("E", depth, width) if transpose_w else ("E", width, depth))
+    checks.offsets(call, "expert_offsets", a.expert_offsets, experts=a.w.shape[0] + 1)
+    checks.writable("out", a.out, x=a.x, w=a.w, expert_offsets=a.expert_offsets)
+    return raw_add_grouped_gemm(a.out, a.x, a.w, a.expert_offsets, transpose_w=transpose_w, num_sms=num_sms)
+
+
+def raw_add_grouped_gemm(
+    out: Any, x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False, num_sms: int | None = None
+) -> Any:
+    options = {"transpose_w": transpose_w, "num_sms": num_sms}
+    current.call.run("grouped_gemm", "add_grouped_gemm", x, w, expert_offsets, **options, out=out)
+    return out
+
+
+@operation
 def permute_gemm(
     x: QuantTensor,
     w: QuantTensor,

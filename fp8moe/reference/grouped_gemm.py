@@ -50,6 +50,23 @@ def grouped_gemm(
             out[min(lo + max(int(tokens_per_expert[e]), 0), hi) : hi] = np.zeros((), out.dtype)
 
 
+@quietly
+def add_grouped_gemm(
+    x: np.ndarray,
+    w: np.ndarray,
+    expert_offsets: np.ndarray,
+    *,
+    transpose_w: bool,
+    num_sms: int | None,
+    out: np.ndarray,
+) -> None:
+    ranges = expert_ranges(expert_offsets, len(out))
+    for e, (lo, hi) in enumerate(ranges):
+        total = _wide(x[lo:hi]) @ (_wide(w[e]) if transpose_w else _wide(w[e]).T)
+        out[lo:hi] = (_wide(out[lo:hi]) + total).astype(out.dtype)
+    out[: ranges[0][0]] = out[ranges[-1][1] :] = np.zeros((), out.dtype)
+
+
 def permute_gemm(
     x: QuantTensor,
     w: QuantTensor,

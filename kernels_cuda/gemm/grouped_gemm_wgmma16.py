@@ -95,6 +95,18 @@ def grouped_gemm(
     )
 
 
+def add_grouped_gemm(
+    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+) -> None:
+    (rows, width), experts = out.shape, expert_offsets.shape[0] - 1
+    variant = f"TRANSPOSED={int(transpose_w)}", "ADDEND=1"
+    # a thread block reads the part of out that it writes, and no other reads it
+    operands = x, w, expert_offsets, experts, rows, width, x.shape[1], out, out, None
+    _launch(
+        "add_product", "grouped_gemm_wgmma16", "grouped_gemm_tiles_16", variant, experts, num_sms, *operands
+    )
+
+
 def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
     rows, width = out.shape
     variant = "TRANSPOSED=1", "ADDEND=1"

@@ -76,7 +76,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         for kind in ("BF16", "F16")
         for transposed in (0, 1)
     ]
-    + [("KIND=BF16", "TRANSPOSED=1", "ADDEND=1", "STAGES=3")],
+    + [("KIND=BF16", f"TRANSPOSED={transposed}", "ADDEND=1", "STAGES=3") for transposed in (1, 0)],
     "grouped_gemm_wgrad_wgmma16": [(f"KIND={kind}", "STAGES=3") for kind in ("BF16", "F16")],
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
