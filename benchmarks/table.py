@@ -542,7 +542,10 @@ def _address(path: str) -> str:
 
 
 def cited(text: str) -> str:
-    """CITATION.cff with the repository, if its address is known."""
+    """CITATION.cff with the authors of pyproject.toml, and with the repository, if its address is known."""
+    authors = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["authors"]
+    names = "".join(f'  - name: "{author["name"]}"\n' for author in authors)
+    text = re.sub(r"^authors:\n(  - .*\n)+", f"authors:\n{names}", text, count=1, flags=re.MULTILINE)
     text = re.sub(r"^repository-code:.*\n", "", text, flags=re.MULTILINE)
     address = repository()
     return text.replace("license:", f'repository-code: "{address}"\nlicense:', 1) if address else text

@@ -19,11 +19,12 @@ from packaging.requirements import Requirement
 
 import fp8moe
 from benchmarks import step, table
+from fp8moe.kernels_cuda.runtime.compiler import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("adapters", "kernels_cuda")
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile")
-FOLDERS = ("fp8moe", "tests", "docs", "examples", "benchmarks", *LINKS)
+FOLDERS = ("fp8moe", "tests", "docs", "examples", "benchmarks", "packaging", *LINKS)
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -246,11 +247,79 @@ def test_older_versions_are_refused_with_the_bound(adapter, package, stand_ins, 
 def test_the_citation_names_papers_that_the_code_names():
     text = (ROOT / "CITATION.cff").read_text()
     assert f"version: {fp8moe.__version__}\n" in text
+    for author in SETTINGS["project"]["authors"]:
+        assert f'\n  - name: "{author["name"]}"\n' in text.partition("\nreferences:")[0]
     papers = re.findall(r"arxiv\.org/abs/([\d.]+)", text)
     assert len(papers) == len(set(papers)) >= 5
     code = "".join(path.read_text() for path in (ROOT / "fp8moe").rglob("*.py"))
     for paper in papers:
         assert paper in code, paper
+
+
+def test_the_conda_recipe_has_the_versions_of_pyproject():
+    yaml = pytest.importorskip("yaml")
+    recipe = yaml.safe_load((ROOT / "packaging" / "recipe.yaml").read_text())
+    project, context = SETTINGS["project"], recipe["context"]
+    assert context["version"] == fp8moe.__version__
+    assert project["requires-python"] == f">={context['python_min']}"
+    needs = recipe["requirements"]
+    pip = {Requirement(text) for text in project["dependencies"]}
+    wanted = {f"{r.name} {r.specifier}" for r in pip} | {"python >=${{ python_min }}"}
+    assert set(needs["run"]) == wanted
+    assert set(SETTINGS["build-system"]["requires"]) <= {text.replace(" ", "") for text in needs["host"]}
+    conda = {"torch": "pytorch", "cupy-cuda13x": "cupy"}
+    bounds = {Requirement(text.replace(" ", "", 1)) for text in needs["run_constraints"]}
+    of_extras = {r for extra in ("torch", "jax", "transformers", "cuda13") for r in requirements(extra)}
+    of_pip = {conda.get(r.name, r.name): r.specifier for r in of_extras}
+    for bound in bounds:
+        if bound.name == "cuda-nvrtc":  # the older of the two extras
+            (toolkit,) = (r for r in requirements("cuda12") if r.name == "cuda-toolkit")
+            assert str(bound.specifier) == str(toolkit.specifier).split(",")[-1]
+        else:
+            assert bound.specifier == of_pip[bound.name], bound.name
+    (command,) = recipe["build"]["python"]["entry_points"]
+    assert command == " = ".join(*project["scripts"].items())
+    assert recipe["about"]["summary"] == project["description"]
+    assert recipe["about"]["license"] == project["license"]
+    if address := table.repository():
+        assert recipe["about"]["repository"] == address
+
+
+def test_the_image_installs_what_the_extras_and_the_compiler_know():
+    text = (ROOT / "packaging" / "Dockerfile").read_text()
+    (python,) = re.findall(r"^FROM python:(3\.\d+)-slim$", text, re.MULTILINE)
+    assert f"Programming Language :: Python :: {python}" in SETTINGS["project"]["classifiers"]
+    (extras,) = re.findall(r"/source\[([\w,]+)\]", text)
+    assert set(extras.split(",")) <= set(SETTINGS["project"]["optional-dependencies"])
+    (architectures,) = re.findall(r'^ARG ARCHITECTURES="(.*)"$', text, re.MULTILINE)
+    assert set(architectures.split()) <= set(ARCHITECTURES)
+    (folder,) = re.findall(r"FP8MOE_CACHE_DIR=(\S+)", text)
+    assert folder.startswith("/")
+
+
+def test_the_support_matrix_has_the_bounds_of_the_extras():
+    text = (ROOT / "docs" / "versions.md").read_text()
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    bounds = {row[0]: row[2] for row in rows}
+    assert f">={bounds['Python']}" == SETTINGS["project"]["requires-python"]
+    numpy, dtypes, numba = bounds["NumPy, ml_dtypes, Numba"].split(", ")
+    wanted = {f"numpy>={numpy}", f"ml_dtypes>={dtypes}", f"numba>={numba}"}
+    assert {text.replace(" ", "") for text in SETTINGS["project"]["dependencies"]} == wanted
+    names = {"torch": "torch", "JAX": "jax", "transformers": "transformers"}
+    names |= {"Megatron-Core": "megatron", "torchtitan": "torchtitan"}
+    for label, extra in names.items():
+        first = next(r for r in requirements(extra) if r.name in (extra, f"{extra}-core"))
+        assert str(first.specifier) == f">={bounds[label].partition(',')[0]}", label
+
+
+def test_the_workflow_runs_every_python_that_is_claimed():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    claimed = re.findall(r"Python :: (3\.\d+)", "\n".join(SETTINGS["project"]["classifiers"]))
+    assert jobs["tests"]["strategy"]["matrix"]["python"] == claimed
+    steps = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    for command in ("make test", "make test-minimum", "make docs", "python -m build", "fp8moe compile"):
+        assert command in steps.splitlines()
 
 
 def test_constraints_are_the_minimum_versions():
