@@ -344,7 +344,7 @@ def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, co
         bias13 = gates_before_ups(bias13) if _is_interleaved(experts) else bias13
     ids, lora = _without_other_ranks(experts, ids, number, comm), _lora_of(experts)
     if hasattr(experts, "_fp8_weights"):
-        rows = (x, probs) if bias13 is None else (x, probs, bias13)
+        rows: Any = (x, probs) if bias13 is None else (x, probs, bias13)
         rows += () if lora is None else tuple([t for w in lora if w is not None for t in (w.a, w.b)])
         codes = options["fp8_weights"] = codes_of(experts, [*masters.values()], rows)
     reorder = gates_before_ups if codes is None else gradient_of_gates_before_ups
@@ -450,6 +450,8 @@ def _serve_peft() -> None:
 def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> str | None:
     """The adapter of a parameter that `moe_experts` multiplies by itself; None where PEFT has to compute the
     weight: for several adapters, a base that is trained, and options that ``lora`` is refused with."""
+    if not hasattr(wrapper, "_did_swap_in_out_features"):  # of another version
+        return None
     adapters = [name for name in active_adapters if name in wrapper.lora_A]
     name = _implementation_of(experts) if hasattr(experts, "has_gate") else ""
     if len(adapters) != 1 or name not in _options or is_parametrized(experts):

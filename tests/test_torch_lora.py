@@ -208,6 +208,22 @@ def test_dropout_is_torchs():
     assert not torch.equal(moe_experts(x, w13, w2, ids, probs, recipe="bf16", lora=lora), y)
 
 
+def test_a_part_of_the_gradients():
+    """Zero-bubble schedules ask for the inputs' gradients first, then for the weights'."""
+    given = problem(torch.bfloat16, 8)
+    x, w13, w2, ids, probs, matrices = given
+    y, leaves = moe_experts(x, w13, w2, ids, probs, lora=adapters(matrices, (1.0, 1.0))), leaves_of(given)
+    dy = torch.randn_like(y)
+    whole = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    parts = torch.autograd.grad(y, leaves[:2], dy, retain_graph=True)
+    parts += torch.autograd.grad(y, leaves[2:], dy, retain_graph=True)
+    parts += torch.autograd.grad(y, leaves[5:], dy, retain_graph=True)
+    for part, right in zip(parts, (*whole, whole[5]), strict=True):
+        assert torch.equal(part, right)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(y, leaves, dy, create_graph=True)
+
+
 def test_the_layout_of_peft():
     experts, rank, hidden, out = 3, 4, 6, 10
     lora_a, lora_b = torch.randn(rank * experts, hidden), torch.randn(out, rank * experts)

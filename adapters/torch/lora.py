@@ -4,6 +4,7 @@ node of autograd, with the activation between them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -282,7 +283,7 @@ class _First(torch.autograd.Function):
         return h, row_probs
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dh, dprobs):  # type: ignore[no-untyped-def]
         z, u, a, b, data, *saved = ctx.saved_tensors
         requested = _requested(ctx, ctx.names, "dx")
@@ -302,9 +303,10 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def forward(ctx, act, z, a, b, w2, scaling, options, plan):  # type: ignore[no-untyped-def]
         read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
-        rows = None if a is None else act if z is None else z
+        rows: Any = None if a is None else act if z is None else z
         ctx.adds = _adds(act, w2.shape, options)
-        y, low, u = core.second_forward(act, rows, w2, *read, plan, options, ctx.adds)
+        given: Any = act, rows, w2, *read, plan, options, ctx.adds
+        y, low, u = core.second_forward(*given)
         if low is not None:
             y.add_(low)
         if options.precision.quantizes:
@@ -316,7 +318,7 @@ class _Second(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         z, u, a, b, data, *saved = ctx.saved_tensors
         requested = _requested(ctx, ctx.names, "dact")
