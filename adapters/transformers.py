@@ -206,7 +206,7 @@ def _multiply_codes(
     if is_parametrized(experts):  # PEFT would add to codes, whatever their scales are
         raise NotImplementedError(
             f"{type(experts).__name__}: got PEFT's adapters of FP8 weights with several active adapters, "
-            "expert parallelism, recompute or save; wanted one active adapter, and none of the others"
+            "expert parallelism or save; wanted one active adapter, and none of the others"
         )
     w13, w2 = _records_of(experts)
     ids = _without_other_ranks(experts, ids, experts.num_experts, comm)
@@ -462,7 +462,7 @@ def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> s
     of_experts = wrapper.parameter_name in (first, "down_proj") and {number} == {len(w) for w in weights}
     biases = [getattr(experts, f"{first}_bias")] if getattr(experts, "has_bias", False) else []
     trained = any(w.requires_grad for w in (*weights, *biases))
-    refused = options.recompute is not None or options.save != "bf16"
+    refused = options.save != "bf16"
     over_ranks = hasattr(experts, "_fp8moe_implementation") or any(isinstance(w, DTensor) for w in weights)
     return adapters[0] if of_experts and not (trained or refused or over_ranks) else None
 

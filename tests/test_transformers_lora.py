@@ -18,10 +18,11 @@ from fp8moe.adapters import transformers as adapter  # noqa: E402
 from fp8moe.adapters.torch import operands  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's own
-FP8, BF16, RECOMPUTED = "fp8moe", "fp8moe_bf16", "fp8moe_recomputed"
+FP8, BF16, RECOMPUTED, SAVED = "fp8moe", "fp8moe_bf16", "fp8moe_recomputed", "fp8moe_saved"
 adapter.enable("fp8_flow", name=FP8)
 adapter.enable("bf16", name=BF16)
 adapter.enable("fp8_flow", name=RECOMPUTED, recompute="moe_expert")
+adapter.enable("fp8_flow", name=SAVED, save="fp8")
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 SIZES = {
     "vocab_size": 64,
@@ -132,9 +133,10 @@ def test_micro_batches_share_the_copies_of_the_base(monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant, calls):
+@pytest.mark.parametrize("implementation", [FP8, RECOMPUTED])
+def test_gradient_checkpointing(implementation, reentrant, calls):
     wanted = losses(adapted("qwen3_moe", FP8))
-    model = adapted("qwen3_moe", FP8).train()
+    model = adapted("qwen3_moe", implementation).train()
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     logits, grads = losses(model)
@@ -164,9 +166,9 @@ def test_merged_into_the_weights_and_out_of_them(calls):
     assert (again - logits).norm() <= 1e-5 * logits.norm()
 
 
-@pytest.mark.parametrize("reason", ["base", "recompute", "two", "disabled"])
+@pytest.mark.parametrize("reason", ["base", "save", "two", "disabled"])
 def test_what_peft_computes_itself(reason, calls):
-    implementation = RECOMPUTED if reason == "recompute" else FP8
+    implementation = SAVED if reason == "save" else FP8
     model, plain = adapted("qwen3_moe", implementation), adapted("qwen3_moe", "eager")
     ids = (torch.arange(32) * 7 % 64).reshape(2, 16)
     for m in (model, plain):

@@ -130,8 +130,8 @@ def moe_experts(
         Low-rank adapters of w13 and of w2. The weights and bias13 must be frozen: they have no gradient, and
         the sum of a weight and B @ A is never formed. The adapters' GEMMs multiply in the rows' dtype
         (bfloat16 with the FP8 recipes). The FP8 recipes quantise the activation after it is rounded to
-        bfloat16, and so its gradient. Not with ``comm``, ``recompute`` and ``save``; compiled code has a
-        graph break.
+        bfloat16, and so its gradient. ``recompute`` makes everything but y again. Not with ``comm``
+        and ``save``; compiled code has a graph break.
 
     Returns
     -------

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 
 from fp8moe import Quantized
 from fp8moe.activation import halves_of
@@ -142,10 +143,8 @@ def check_lora(lora: Any, weights: Any, bias13: Any, options: LayerOptions, comm
         raise TypeError(
             f"lora: got {type(lora).__name__}; wanted a tuple, fp8moe.torch.LoRA or None for w13 and for w2"
         )
-    for name, value in (("comm", comm), ("recompute", options.recompute)):
-        if value is not None:
-            got = repr(value) if name == "recompute" else f"a {type(value).__name__}"
-            raise NotImplementedError(f"{name}: got {got} with lora; wanted None")
+    if comm is not None:
+        raise NotImplementedError(f"comm: got a {type(comm).__name__} with lora; wanted None")
     if options.save != "bf16":
         raise NotImplementedError(f"save: got {options.save!r} with lora; wanted 'bf16'")
     w13, w2 = weights
@@ -191,12 +190,47 @@ def experts_with_lora(
         first = LoRA(first.a, padded(first.b, 1, halves, missing), first.scaling, first.dropout)
     if second is not None and (missing := width - second.a.shape[2]):
         second = LoRA(padded(second.a, 2, 1, missing), second.b, second.scaling, second.dropout)
+    operands = x, w13, w2, bias13, ids, probs, options, first, second
+    if options.recompute is None or not torch.is_grad_enabled():
+        return _halves(*operands)
+    return _recomputed(*operands)
+
+
+def _halves(
+    x: Tensor,
+    w13: Any,
+    w2: Any,
+    bias13: Tensor | None,
+    ids: Tensor,
+    probs: Tensor,
+    options: LayerOptions,
+    first: LoRA | None,
+    second: LoRA | None,
+) -> Tensor:
     plans: list[Any] = []
     rows: Any = x, _dropped(x, first), probs, *_matrices(first), ids, w13, w2, bias13, _scaling(first)
     h, row_probs = _First.apply(*rows, options, plans)
     act = torch_ops.swiglu(h, row_probs, activation=options.activation)
     rows = act, _dropped(act, second), *_matrices(second), w2, _scaling(second)
     return _Second.apply(*rows, options, *plans)  # type: ignore[no-any-return]
+
+
+def _recomputed(*operands: Any) -> Tensor:
+    """`_halves`, of which the backward makes all but the result again. The tensors are arguments of torch's
+    checkpoint, which saves these: one that has changed since is noticed."""
+    *arrays, options, first, second = operands
+    like = map_arrays(lambda _: PLACEHOLDER, tuple(arrays))
+
+    def halves(*tensors: Any) -> Tensor:
+        remaining = iter(tensors)
+        given = map_arrays(lambda _: next(remaining), like)
+        return _halves(*given, options, *[of and LoRA(next(remaining), next(remaining), *of) for of in both])
+
+    both = [None if w is None else (w.scaling, w.dropout) for w in (first, second)]
+    matrices = [t for w in (first, second) if w is not None for t in (w.a, w.b)]
+    drops = any(of is not None and of[1] for of in both)
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
+    return checkpoint(halves, *arrays_in(tuple(arrays)), *matrices, **how)  # type: ignore[no-any-return]
 
 
 def _adds(rows: Tensor, shape_of_w2: Any, options: LayerOptions) -> bool:
