@@ -83,6 +83,29 @@ def test_programs_import_public_names_only(site):
     assert used - names_in(site) - modules == set()
 
 
+@pytest.mark.parametrize("written", ["LoRA", "lora", "PEFT", "accelerate", "DeepSpeed", "deepspeed"])
+def test_the_search_finds_the_page_of_a_library(site, written):
+    """As the theme's search does: words of the query are beginnings of words of the page."""
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    separator = re.compile(index["config"]["separator"])
+
+    def words(text):
+        return {word.lower() for word in separator.split(re.sub(r"<[^>]+>", " ", text)) if word}
+
+    page = {"peft": "lora"}.get(written.lower(), written.lower())
+    texts = [d["title"] + " " + d["text"] for d in index["docs"] if d["location"] == f"how-to/{page}/"]
+    found = words(" ".join(texts))
+    assert all(any(word.startswith(asked) for word in found) for asked in words(written))
+    assert "lo" not in words("LoRA")
+
+
+def test_every_page_names_the_version_and_its_neighbours(site):
+    page = (site / "how-to" / "lora" / "index.html").read_text()
+    assert f"fp8moe {fp8moe.__version__}, Apache" in page
+    assert re.search(r'rel="next"', page)
+    assert re.search(r'rel="prev"', page)
+
+
 def test_every_link_of_the_readme_is_a_file():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"\]\[([a-z-]+)\]", text):
