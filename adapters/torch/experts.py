@@ -91,7 +91,7 @@ def experts(
     elif read is None:
         read = codes_now((w13, w2), layer)
     if codes is not None or layer.precision.quantizes:
-        read = map_arrays(_as_bytes, tuple(read))
+        read = map_arrays(as_bytes, tuple(read))
     gemm_weights = [*read] if bias13 is None else [*read, bias13.detach()]
     if is_eager:
         names = tuple([name for name, t in (*inputs, ("", topk_ids)) if t is not None])
@@ -119,7 +119,7 @@ def experts(
     return compiled.Experts.apply(x, *leaves, topk_probs, topk_ids, tensors, targets, options)
 
 
-def _as_bytes(t: Tensor) -> Tensor:
+def as_bytes(t: Tensor) -> Tensor:
     """Codes of torch's float8 dtypes in the dtype of records; a view, which has the same version."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 

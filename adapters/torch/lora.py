@@ -16,6 +16,7 @@ from fp8moe import Quantized
 from fp8moe.activation import halves_of
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.arguments import PLACEHOLDER
+from fp8moe.adapters.torch.experts import as_bytes
 from fp8moe.adapters.torch.halves import asked_for
 from fp8moe.adapters.torch.library import once_differentiable
 from fp8moe.adapters.torch.operands import Operands, codes_now, padded, round_up_to_block
@@ -179,9 +180,7 @@ def experts_with_lora(
     (w13, w2), codes, _, _, bias13 = weights
     if codes is None and options.precision.quantizes:
         codes = codes_now((w13, w2), options)
-    w13, w2 = (w.detach() for w in (w13, w2)) if codes is None else codes
-    if codes is not None:
-        w13, w2 = (map_arrays(_as_bytes, w) for w in codes)
+    w13, w2 = (w.detach() for w in (w13, w2)) if codes is None else map_arrays(as_bytes, tuple(codes))
     first, second = lora
     if probs.dtype != torch.float64:
         probs = probs.float()
@@ -256,10 +255,6 @@ def _matrices(lora: LoRA | None) -> tuple[Tensor | None, Tensor | None]:
 
 def _scaling(lora: LoRA | None) -> float:
     return 1.0 if lora is None else float(lora.scaling)
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 def _read_by_gemms(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
