@@ -51,8 +51,8 @@ def tiny_model(kind, implementation):
 
 def adapted(kind, implementation, **changed):
     """With random matrices, so that every gradient is that of a matrix beside one that is not zero."""
-    options = {"r": 6, "lora_alpha": 5, "use_rslora": True, "target_modules": [], **changed}
-    config = peft.LoraConfig(target_parameters=TARGETS, **options)
+    options = {"r": 6, "lora_alpha": 5, "use_rslora": True, "target_modules": []}
+    config = peft.LoraConfig(**options | {"target_parameters": TARGETS} | changed)
     model = peft.get_peft_model(tiny_model(kind, implementation), config)
     torch.manual_seed(1)
     for p in model.parameters():
@@ -116,6 +116,24 @@ def test_adapters_of_experts_are_served(kind, implementation, calls, never_summe
     monkeypatch.undo()
     # of float32: sums of a few hundred values through some ten GEMMs
     assert_same(found, losses(adapted(kind, "eager")), 1e-5 if implementation == BF16 else FP8_NOISE)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_one_weight_is_adapted(target, calls):
+    """Beside an adapter of attention."""
+    changed = {"target_parameters": [target], "target_modules": ["q_proj"]}
+    found, wanted = (losses(adapted("qwen3_moe", name, **changed)) for name in (BF16, "eager"))
+    assert calls == [True]
+    assert_same(found, wanted, 1e-5)
+
+
+def test_compiled(calls):
+    """With graph breaks."""
+    experts = next(m for m in adapted("qwen3_moe", FP8).modules() if isinstance(m, ParamWrapper))
+    rows = torch.randn(9, 64), torch.rand(9, 4).topk(2).indices, torch.rand(9, 2)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(experts, backend="eager")(*rows), experts(*rows))
+    assert calls == [True, True]
 
 
 def test_micro_batches_share_the_copies_of_the_base(monkeypatch):
