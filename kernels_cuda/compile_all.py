@@ -123,8 +123,7 @@ def _print_row(row: _Compiled) -> None:
         print(line((row.source, row.architecture, f"FAILED {of}"), (-58, -9, -1)), row.error, sep="\n")
     for name, registers, spills, shared in row.kernels:
         label = f"{row.source.removesuffix('.cu')}.{name} {of}"
-        cells = (label, row.architecture, registers, spills, shared, f"{took:.0f}")
-        print(line(cells, COLUMNS.values()))
+        print(line((label, row.architecture, registers, spills, shared, f"{took:.0f}"), COLUMNS.values()))
     if not row.kernels and not row.error:
-        cells = (f"{row.source} {of}", row.architecture, "", "", "", f"{took:.0f}")
-        print(line(cells, COLUMNS.values()))
+        label = f"{row.source} {of}"
+        print(line((label, row.architecture, "", "", "", f"{took:.0f}"), COLUMNS.values()))

@@ -52,7 +52,7 @@ def train(config: Config, pieces: np.ndarray, xp: ModuleType = np) -> tuple[dict
     step, so that the load of the machine affects all timings equally."""
     tqdm = importlib.import_module("tqdm").tqdm
     seeds = [config.seed + n for n in range(config.seeds)]
-    models = {recipe: Model(config, recipe, xp, seeds[0]) for recipe in RECIPES}
+    models: dict[str, Model] = {recipe: Model(config, recipe, xp, seeds[0]) for recipe in RECIPES}
     models |= {f"bf16, seed {seed}": Model(config, "bf16", xp, seed) for seed in seeds[1:]}
     runs: dict[str, Run] = {name: Run() for name in models}
     bar = tqdm(batches(pieces, config), total=config.steps, unit="step", dynamic_ncols=True)
