@@ -222,8 +222,9 @@ def _recomputed(*operands: Any) -> Tensor:
 
     def halves(*tensors: Any) -> Tensor:
         remaining = iter(tensors)
-        given = map_arrays(lambda _: next(remaining), like)
-        return _halves(*given, options, *[of and LoRA(next(remaining), next(remaining), *of) for of in both])
+        given: Any = map_arrays(lambda _: next(remaining), like)
+        given = *given, options, *[of and LoRA(next(remaining), next(remaining), *of) for of in both]
+        return _halves(*given)
 
     both = [None if w is None else (w.scaling, w.dropout) for w in (first, second)]
     matrices = [t for w in (first, second) if w is not None for t in (w.a, w.b)]
