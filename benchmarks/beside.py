@@ -25,7 +25,10 @@ import fp8moe
 from fp8moe.bench.harness import COOLING, append
 from fp8moe.formats import BFLOAT16
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 
+#: title and width of the printed columns
+COLUMNS = {"product": -32, "SMs": 5, "by": 3, "ms": 7, "limit": 7, "TFLOP/s": 8}
 OCCUPIED = (
     (0, 1),
     (8, 1),
@@ -145,7 +148,7 @@ def main() -> None:
     sms = device.attributes["MultiProcessorCount"]
     rows, width, depth, experts = shape = 32_768, 4096, 7168, 8
     print(f"{name}: {' x '.join(map(str, shape[:3]))}, {experts} experts")
-    print(f"{'product':32} {'SMs':>5} {'by':>3} {'ms':>7} {'limit':>7} {'TFLOP/s':>8}")
+    print(line(COLUMNS, COLUMNS.values()))
     for product, call in products(*shape).items():
         alone = 0.0
         for blocks, cluster in OCCUPIED:
@@ -157,7 +160,8 @@ def main() -> None:
             alone = alone or median
             limit = alone * sms / (sms - blocks)
             rate = 2 * rows * width * depth / median / 1e12
-            print(f"{product:32} {blocks:5} {cluster:3} {median * 1e3:7.3f} {limit * 1e3:7.3f} {rate:8.0f}")
+            times_of = f"{median * 1e3:.3f}", f"{limit * 1e3:.3f}"
+            print(line((product, blocks, cluster, *times_of, f"{rate:.0f}"), COLUMNS.values()))
             row = {
                 "topic": "beside",
                 "name": product,

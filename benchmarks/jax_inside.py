@@ -23,8 +23,11 @@ from fp8moe.bench import permute, plan, swiglu, transpose
 from fp8moe.bench.harness import Case, Cuda, append, host
 from fp8moe.info import commit, versions
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
+from fp8moe.runtime.tables import line
 
 SETS, OPERATIONS, CALLS = 4, 16, 3
+#: title and width of the printed columns
+COLUMNS = {"case": -34, "shape": -34, "alone us": 9, "inside us": 9, "more us": 8, "%": 6}
 SMALL = (256, 8, 512, 2, 16)
 
 
@@ -45,14 +48,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small shapes")
     arguments = parser.parse_args()
     machine = Cuda()
-    print(f"{'case':34} {'shape':34} {'alone us':>9} {'inside us':>9} {'more us':>8} {'%':>6}")
+    print(line(COLUMNS, COLUMNS.values()))
     for case in cases(arguments.quick):
         row = measure(case, machine)
-        print(
-            f"{row['name']:34} {row['shape']:34} {row['us']:9.1f} {row['inside_us']:9.1f} "
-            f"{row['inside_us'] - row['us']:8.1f} {100 * row['inside_us'] / row['us'] - 100:6.1f}",
-            flush=True,
-        )
+        alone, inside = row["us"], row["inside_us"]
+        times = (f"{t:.1f}" for t in (alone, inside, inside - alone, 100 * inside / alone - 100))
+        print(line((row["name"], row["shape"], *times), COLUMNS.values()), flush=True)
         append(arguments.out, row)
 
 

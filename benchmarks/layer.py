@@ -22,7 +22,14 @@ import torch
 
 from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 from fp8moe.torch import FP8FlowMoE, weights_unchanged
+
+#: title and width of the printed columns
+COLUMNS = {
+    **{"shape": -46, "recipe": -40, "ms": 9, "of bf16": 9},
+    **{"copies %": 9, "other %": 9, "saved MiB": 9},
+}
 
 # (tokens, experts, hidden, ffn, top-k). The first three: DeepSeek-V3's experts, with the number that one GPU
 # of an expert-parallel group holds; then layers with smaller experts, down to Qwen3-30B's
@@ -59,17 +66,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one small shape")
     arguments = parser.parse_args()
-    titles = "ms", "of bf16", "copies %", "other %", "saved MiB"
-    print(f"{'shape':46} {'recipe':40}", *(f"{title:>9}" for title in titles))
+    print(line(COLUMNS, COLUMNS.values()))
     for shape in QUICK if arguments.quick else SHAPES:
         rows = measure(*shape)
         for row in rows:
             ratio, saved = rows[0]["ms"] / row["ms"], row["kept_bytes"] / 2**20
-            print(
-                f"{row['shape']:46} {row['name']:40} {row['ms']:9.2f} {ratio:8.2f}x "
-                f"{row['copies_percent']:9.1f} {row['outside_percent']:9.1f} {saved:9.0f}",
-                flush=True,
-            )
+            percents = f"{row['copies_percent']:.1f}", f"{row['outside_percent']:.1f}"
+            cells = row["shape"], row["name"], f"{row['ms']:.2f}", f"{ratio:.2f}x", *percents, f"{saved:.0f}"
+            print(line(cells, COLUMNS.values()), flush=True)
             append(arguments.out, row)
 
 
