@@ -36,11 +36,11 @@ def main(device: str, seed: int | None, as_json: bool = False) -> int:
         if not as_json:
             print(line((on, name, _in_words(**done[-1])), (-5, -22, -1)))
     failed = sum(one["state"] == "FAILED" for one in done)
+    missing = device == "cuda" and done[0]["name"] == NO_DEVICE
     if as_json:
         print(json.dumps({"seed": seed, "failed": failed, "checks": done}))
-    else:
+    elif not missing:
         print("all checks passed" if not failed else f"{failed} FAILED")
-    missing = device == "cuda" and done[0]["name"] == NO_DEVICE
     return 2 if missing else 1 if failed else 0
 
 
