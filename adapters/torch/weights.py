@@ -136,7 +136,8 @@ class FP8Weights:
     @property
     def renewed(self) -> bool:
         """Whether every open context, of at least one, allows steps, so that changes renew the copies."""
-        return bool(self.declared) and all(d.renewed for d in self.declared.values())
+        # Dynamo of torch 2.11 traces len(), but not bool(), of a dictionary
+        return len(self.declared) > 0 and all(d.renewed for d in self.declared.values())
 
     @property
     def copies(self) -> Copies | None:
