@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from backends import EVERYWHERE, only_on_cpu, over
+from backends import EVERYWHERE, GPU, only_on_cpu, over
 from cases import BF16, FP8_NOISE, generator
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -269,11 +269,13 @@ def test_mxfp4(backend, monkeypatch, spread, height, width, rows, columns):
     def apart(x):
         return tuple(map(np.ascontiguousarray, np.split(x, 2, axis=1)))
 
+    # cupy.asarray refuses ml_dtypes' E8M0; test_arrays_of_frameworks has torch's in CUDA memory
+    e8m0 = np.uint8 if backend is GPU else ml_dtypes.float8_e8m0fnu
     forms = [
         ((blocks, scales), {"parts": 2}),
         ((interleaved(blocks), interleaved(scales)), {"parts": 2, "interleaved": True}),
         ((apart(blocks), apart(scales)), {}),
-        (([*blocks.copy()], [*scales.view(ml_dtypes.float8_e8m0fnu).copy()]), {"parts": 2}),
+        (([*blocks.copy()], [*scales.view(e8m0).copy()]), {"parts": 2}),
         ((blocks.reshape(experts, 2 * height, -1).view(np.int8), scales), {"parts": 2, "columnwise": False}),
     ]
     backend.start(monkeypatch)
@@ -484,37 +486,42 @@ def test_subnormal_scales_in_a_thread_that_flushes_them():
     check_orientations(w, wanted)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", "jax", pytest.param("torch on cuda", marks=pytest.mark.gpu)])
 def test_arrays_of_frameworks(framework):
     """Results are the framework's arrays, with the bits of NumPy's; FP8 dtypes are read in place."""
     rng = generator()
     codes, scales = codes_of(rng, 2, 96, 160), scales_of(rng, "bfloat16", 2, *tiles(96, 160))
     _, blocks, exponents = mxfp4_of(rng, 2, 64, 96, 8)
-    if framework == "torch":
+    if framework != "jax":
         torch = pytest.importorskip("torch")
-        kinds = {"float8_e4m3fn": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+        device = "cuda" if framework == "torch on cuda" else "cpu"
 
         def array(x, dtype):
             x = x.view(np.int16) if dtype == "bfloat16" else x
-            return torch.from_numpy(x.copy()).view(kinds[dtype])
+            return torch.from_numpy(x.copy()).to(device).view(getattr(torch, dtype))
+
+        def downloaded(x):
+            return np.asarray(x.cpu())
     else:
         jax = pytest.importorskip("jax")
 
         def array(x, dtype):
             return jax.numpy.asarray(x.view(dtype if dtype != "bfloat16" else BF16))
 
+        downloaded = np.asarray
+
     w = fp8moe.from_block_fp8(array(codes, "float8_e4m3fn"), array(scales, "bfloat16"))
     kind = type(array(codes, "uint8"))
     expected = fp8moe.from_block_fp8(codes, scales)
-    mx, rounded = fp8moe.from_mxfp4(array(blocks, "uint8"), array(exponents, "uint8"))
+    mx, rounded = fp8moe.from_mxfp4(array(blocks, "uint8"), array(exponents, "float8_e8m0fnu"))
     expected_mx, _ = fp8moe.from_mxfp4(blocks, exponents)
-    assert np.asarray(rounded).tolist() == [0, 0]
+    assert downloaded(rounded).tolist() == [0, 0]
     for got, wanted in ((w, expected), (mx, expected_mx)):
         for a, b in zip(arrays_in(got), arrays_in(wanted), strict=True):
             assert isinstance(a, kind)
-            np.testing.assert_array_equal(np.asarray(a), b)
+            np.testing.assert_array_equal(downloaded(a), b)
     back, scales_back = fp8moe.to_block_fp8(w, scale_dtype="bfloat16")
-    assert np.asarray(back).tobytes() == codes.tobytes()
+    assert downloaded(back).tobytes() == codes.tobytes()
     assert scales_back.dtype == array(scales, "bfloat16").dtype
 
 
