@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -468,7 +469,7 @@ def test_accounts_are_refused_by_name(capsys):
         torch_memory(3, 8)
     assert main(["info", "--memory", "4096", "2048", "768", "8", "2"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    saved = {line[:48].strip(): float(line[48:].split()[0]) for line in lines}
+    saved = {name: float(value) for name, value, *_ in (re.split(r"\s{2,}", line.strip()) for line in lines)}
     assert saved["fp8_flow"] == round(fp8moe.memory(4096, 2048, 768, 8, 2).saved / 2**20, 1)
     assert saved["fp8_flow, save=fp8"] < saved["fp8_flow"] < saved["fp8_blockwise"] < saved["bf16"]
     assert head.split()[4:] == ["saved", "x", "h", "a", "copies", "copies", "saved", *head.split()[11:]]
