@@ -236,8 +236,8 @@ def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
         arrays: Any = [a for q in records for a in (q.rowwise.data, q.rowwise.scales)]  # type: ignore[union-attr]
         return [t.data_ptr() for t in arrays] == [t.data_ptr() for t in given]
 
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    given = [getattr(experts, n + of) for n in (first, "down_proj") for of in ("", "_scale_inv")]
+    names = _first_of(experts), "down_proj"
+    given = [getattr(experts, n + of) for n in names for of in ("", "_scale_inv")]
     kept = vars(experts).get("_fp8moe_records")
     if kept is not None and are_of_module(kept):
         return kept  # type: ignore[no-any-return]
@@ -363,6 +363,11 @@ def _as_operands(
     return reorder(w13) if _is_interleaved(experts) else w13, w2
 
 
+def _first_of(experts: Any) -> str:
+    """The name of the parameter that is w13."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
 def _is_interleaved(experts: Any) -> bool:
     return bool(experts.has_gate and not experts.is_concatenated)
 
@@ -372,7 +377,7 @@ class _OfExperts(Holder):
 
     @staticmethod
     def masters(module: Any) -> dict[str, Tensor]:
-        first = "gate_up_proj" if module.has_gate else "up_proj"
+        first = _first_of(module)
         return {first: getattr(module, first), "down_proj": module.down_proj}
 
     @staticmethod
@@ -457,7 +462,7 @@ def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> s
     if len(adapters) != 1 or name not in _options or is_parametrized(experts):
         return None
     options, number = _options[name], getattr(wrapper, "num_experts", 1)
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    first = _first_of(experts)
     weights = [getattr(experts, n) for n in (first, "down_proj")]
     of_experts = wrapper.parameter_name in (first, "down_proj") and {number} == {len(w) for w in weights}
     biases = [getattr(experts, f"{first}_bias")] if getattr(experts, "has_bias", False) else []
@@ -476,7 +481,7 @@ def _lora_of(experts: Any) -> tuple[LoRA | None, LoRA | None] | None:
 
 def _adapter_of(experts: Any, served: dict[str, Any], place: int) -> LoRA | None:
     """The adapter of w13 or of w2."""
-    name = "down_proj" if place else "gate_up_proj" if experts.has_gate else "up_proj"
+    name = "down_proj" if place else _first_of(experts)
     if name not in served:
         return None
     wrapper, adapter = served[name]

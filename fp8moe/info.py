@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -272,23 +273,25 @@ def _cuda(version: int) -> str:
 
 def _packages() -> dict[str, str]:
     """Versions of the installed packages that run operations or call them."""
-    packages = "numpy ml_dtypes numba cupy-cuda13x cupy-cuda12x cupy numba-cuda torch jax transformers"
-    return {p: v for p in packages.split() if (v := _version(p))}
+    return _installed(
+        "numpy ml_dtypes numba cupy-cuda13x cupy-cuda12x cupy numba-cuda torch jax transformers"
+    )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _installed(packages: str) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for package in packages.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 # Metadata that is stored with benchmark results.
 
 
 def versions() -> dict[str, str]:
-    of = {p: _version(p) for p in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x")}
-    installed = {p: v for p, v in of.items() if v is not None}
+    installed = _installed("numpy numba ml_dtypes cupy-cuda13x")
     return {"python": platform.python_version(), "fp8moe": fp8moe.__version__, **installed}
 
 

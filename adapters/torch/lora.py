@@ -24,6 +24,7 @@ from fp8moe.adapters.torch.operation import check_float, on_hopper, plan_with
 from fp8moe.layer import lora as core
 from fp8moe.layer.moe import read_by_backward
 from fp8moe.layer.options import LayerOptions
+from fp8moe.records import PermutationPlan
 from fp8moe.runtime import checks
 from fp8moe.runtime.record_trees import arrays_in, map_arrays
 
@@ -272,12 +273,40 @@ def _gradients(da: Any, db: Any, ctx: Any) -> tuple[Tensor | None, Tensor | None
     return da, None if db is None else (db[:, :, :rank] * ctx.scaling).to(of_b)
 
 
-def _save(ctx: Any, w: Any, scaling: float, a: Any, b: Any, tensors: tuple[Tensor | None, ...]) -> None:
-    saved = arrays_in(w) if not isinstance(w, Tensor) else [w]
-    ctx.w = map_arrays(lambda _: PLACEHOLDER, w)
-    ctx.save_for_backward(*tensors, *saved)
-    ctx.scaling = scaling
+def _save(
+    ctx: Any,
+    inputs: dict[str, Any],
+    w: Any,
+    scaling: float,
+    options: LayerOptions,
+    plan: PermutationPlan,
+    tensors: tuple[Tensor | None, ...],
+) -> None:
+    """inputs: the function's tensors by the names of their gradients, in the order of its arguments. w: as
+    given. tensors: the rows that the adapter reads, `u`, and its matrices as the GEMMs have read them."""
+    if options.precision.quantizes:
+        w = read_by_backward("w13" if "dx" in inputs else "w2", w, options)
+    a, b = inputs["da"], inputs["db"]
+    ctx.names = tuple([name for name, t in inputs.items() if t is not None])
+    ctx.w, ctx.plan = map_arrays(lambda _: PLACEHOLDER, w), vars(plan) | {"data": None}
+    ctx.save_for_backward(*tensors, plan.data, *arrays_in(w))
+    ctx.scaling, ctx.options = scaling, options
     ctx.rank, ctx.dtypes = (0, (None, None)) if a is None else (a.shape[1], (a.dtype, b.dtype))
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """z, u, w, a, b, plan and options of the forward, as the core's backward takes them."""
+    z, u, a, b, data, *arrays = ctx.saved_tensors
+    remaining = iter(arrays)
+    w = map_arrays(lambda _: next(remaining), ctx.w)
+    return z, u, w, a, b, plan_with(ctx.plan, data), ctx.options
+
+
+def _with_adapters(ctx: Any, of_rows: Any, dz: Any) -> tuple[Any, Any]:
+    """The gradients of the rows and of those after dropout; without it the adapter has read the rows."""
+    if "dz" in ctx.names or dz is None:
+        return of_rows, dz
+    return of_rows.add_(dz), None
 
 
 def _requested(ctx: Any, names: tuple[str, ...], of_rows: Any) -> tuple[str, ...]:
@@ -301,30 +330,20 @@ class _First(torch.autograd.Function):
         plans.append(plan)
         if low is not None:
             h.add_(low)
-        if options.precision.quantizes:
-            w13 = read_by_backward("w13", w13, options)
-        named = {"dx": x, "dz": z, "dprobs": probs, "da": a, "db": b}
-        ctx.names = tuple([name for name, t in named.items() if t is not None])
-        ctx.plan, ctx.options = vars(plan) | {"data": None}, options
+        inputs = {"dx": x, "dz": z, "dprobs": probs, "da": a, "db": b}
         # what the adapter reads is needed by it alone
         read_by_adapter = None if a is None else x if z is None else z
-        _save(ctx, w13, scaling, a, b, (read_by_adapter, u, *read, plan.data))
+        _save(ctx, inputs, w13, scaling, options, plan, (read_by_adapter, u, *read))
         ctx.dtype_of_probs = probs.dtype
         return h, row_probs
 
     @staticmethod
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dh, dprobs):  # type: ignore[no-untyped-def]
-        z, u, a, b, data, *saved = ctx.saved_tensors
-        requested = _requested(ctx, ctx.names, "dx")
-        remaining = iter(saved)
-        w13 = map_arrays(lambda _: next(remaining), ctx.w)
-        given: Any = dh.contiguous(), dprobs.contiguous(), z, u, w13, a, b
-        joined = ctx.adds and "dz" not in ctx.names
-        given = *given, plan_with(ctx.plan, data), ctx.options, requested, joined
+        requested, joined = _requested(ctx, ctx.names, "dx"), ctx.adds and "dz" not in ctx.names
+        given: Any = dh.contiguous(), dprobs.contiguous(), *_saved(ctx), requested, joined
         dx, dprobs, dz, da, db = core.first_backward(*given)
-        if "dz" not in ctx.names and dz is not None:
-            dx, dz = dx.add_(dz), None
+        dx, dz = _with_adapters(ctx, dx, dz)
         dprobs = None if dprobs is None else dprobs.to(ctx.dtype_of_probs)
         return dx, dz, dprobs, *_gradients(da, db, ctx), *[None] * 7
 
@@ -339,25 +358,15 @@ class _Second(torch.autograd.Function):
         y, low, u = core.second_forward(*given)
         if low is not None:
             y.add_(low)
-        if options.precision.quantizes:
-            w2 = read_by_backward("w2", w2, options)
-        named = {"dact": act, "dz": z, "da": a, "db": b}
-        ctx.names = tuple([name for name, t in named.items() if t is not None])
-        ctx.plan, ctx.options = vars(plan) | {"data": None}, options
-        _save(ctx, w2, scaling, a, b, (rows, u, *read, plan.data))
+        inputs = {"dact": act, "dz": z, "da": a, "db": b}
+        _save(ctx, inputs, w2, scaling, options, plan, (rows, u, *read))
         return y
 
     @staticmethod
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        z, u, a, b, data, *saved = ctx.saved_tensors
-        requested = _requested(ctx, ctx.names, "dact")
-        remaining = iter(saved)
-        w2 = map_arrays(lambda _: next(remaining), ctx.w)
-        joined = ctx.adds and "dz" not in ctx.names
-        given: Any = dy.contiguous(), z, u, w2, a, b, plan_with(ctx.plan, data)
-        given = *given, ctx.options, requested, joined
+        requested, joined = _requested(ctx, ctx.names, "dact"), ctx.adds and "dz" not in ctx.names
+        given: Any = dy.contiguous(), *_saved(ctx), requested, joined
         dact, dz, da, db = core.second_backward(*given)
-        if "dz" not in ctx.names and dz is not None:
-            dact, dz = dact.add_(dz), None
+        dact, dz = _with_adapters(ctx, dact, dz)
         return dact, dz, *_gradients(da, db, ctx), *[None] * 4

@@ -73,45 +73,37 @@ def _rest_bytes(stages: int, experts: int) -> int:
 def grouped_gemm(
     x: Any, w: Any, expert_offsets: Any, *, bias: Any, transpose_w: bool, num_sms: int | None, out: Any
 ) -> None:
-    rows, width = out.shape
-    experts = expert_offsets.shape[0] - 1
-    _launch(
-        "grouped_gemm",
-        "grouped_gemm_wgmma16",
-        "grouped_gemm_tiles_16",
-        (f"TRANSPOSED={int(transpose_w)}",),
-        experts,
-        num_sms,
-        x,
-        w,
-        expert_offsets,
-        experts,
-        rows,
-        width,
-        x.shape[1],
-        out,
-        None,
-        bias,
-    )
+    _launch_tiles(x, w, expert_offsets, None, bias, transpose_w, num_sms, out)
 
 
 def add_grouped_gemm(
     x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
 ) -> None:
-    (rows, width), experts = out.shape, expert_offsets.shape[0] - 1
-    variant = f"TRANSPOSED={int(transpose_w)}", "ADDEND=1"
     # a thread block reads the part of out that it writes, and no other reads it
-    operands = x, w, expert_offsets, experts, rows, width, x.shape[1], out, out, None
-    _launch(
-        "add_product", "grouped_gemm_wgmma16", "grouped_gemm_tiles_16", variant, experts, num_sms, *operands
-    )
+    _launch_tiles(x, w, expert_offsets, out, None, transpose_w, num_sms, out)
 
 
 def add_product(addend: Any, a: Any, b: Any, *, out: Any) -> None:
+    _launch_tiles(a, b, None, addend, None, True, None, out)
+
+
+def _launch_tiles(
+    x: Any,
+    w: Any,
+    expert_offsets: Any,
+    addend: Any,
+    bias: Any,
+    transpose_w: bool,
+    num_sms: int | None,
+    out: Any,
+) -> None:
+    """out = x @ w (+ addend or bias) of each expert, of one without offsets."""
     rows, width = out.shape
-    variant = "TRANSPOSED=1", "ADDEND=1"
-    operands = a, b, None, 1, rows, width, a.shape[1], out, addend, None
-    _launch("add_product", "grouped_gemm_wgmma16", "grouped_gemm_tiles_16", variant, 1, None, *operands)
+    experts = 1 if expert_offsets is None else expert_offsets.shape[0] - 1
+    verb = "grouped_gemm" if addend is None else "add_product"
+    variant = f"TRANSPOSED={int(transpose_w)}", *(() if addend is None else ("ADDEND=1",))
+    operands = x, w, expert_offsets, experts, rows, width, x.shape[1], out, addend, bias
+    _launch(verb, "grouped_gemm_wgmma16", "grouped_gemm_tiles_16", variant, experts, num_sms, *operands)
 
 
 def grouped_gemm_wgrad(
