@@ -194,9 +194,8 @@ def _layer_kernels(rows: Rows) -> str:
 def _demo(report: dict[str, Any]) -> str:
     config, runs = report["config"], report["runs"]
     base = runs["bf16"]["final"]
-    unit = "pieces" if "vocabulary" in config else "bytes"
     lines = [
-        f"{config['steps']} steps of {config['tokens']} {unit}, {config['experts']} experts, "
+        f"{config['steps']} steps of {config['tokens']} pieces, {config['experts']} experts, "
         f"top-{config['topk']}, seed {config['seed']}, on {report['device']}; commit {report['commit']}; "
         f"`{report['command']}`",
         "",
