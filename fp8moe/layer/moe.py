@@ -549,7 +549,8 @@ def experts_backward(
     """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
     check_backward(saved, dy, dw13, dw2, dtype, gradients, ffn, saved.num_tokens)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
-    return MoEGrads(dx, dprobs, *_backward_weight(operands, dw13, dw2, dtype, ffn, None))
+    weight_grads = _backward_weight(saved.options, saved.plan, operands, dw13, dw2, dtype, ffn, None)
+    return MoEGrads(dx, dprobs, *weight_grads)
 
 
 @operation
@@ -559,7 +560,8 @@ def experts_backward_input(
     """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
     check_saved_tensors(saved, gradients)
     check_dy(saved, dy, gradients, saved.num_tokens)
-    return _backward_input(saved, dy, gradients)
+    dx, dprobs, operands = _backward_input(saved, dy, gradients)
+    return dx, dprobs, SavedForWeights(saved.options, saved.plan, **operands)
 
 
 @operation
@@ -568,10 +570,12 @@ def experts_backward_weight(
 ) -> tuple[Any, Any, Any]:
     """(dw13, dw2, dbias13) of `moe_backward_weight`; dbias13: of earlier chunks, is added to."""
     check_operands(operands, dw13, dw2, dtype, ffn)
-    return _backward_weight(operands, dw13, dw2, dtype, ffn, dbias13)
+    fields = operands.operands()
+    return _backward_weight(operands.options, operands.plan, fields, dw13, dw2, dtype, ffn, dbias13)
 
 
-def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[Any, Any, SavedForWeights]:
+def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """(dx, dprobs, operands of the weight gradients by their names in `SavedForWeights`)."""
     if not isinstance(dy, QuantTensor):
         dy = cast(saved.options.precision, dy)
     rows = saved.plan
@@ -580,16 +584,25 @@ def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[
     dx, dprobs, operands = saved.options.precision.backward_input(saved, dy, gradients)
     if isinstance(rows, PlacedRows) and dx is not None:
         dx, dprobs = unpad_rows(dx, rows, dprobs)
-    return dx, dprobs, SavedForWeights(saved.options, rows, **operands)
+    return dx, dprobs, operands
 
 
 def _backward_weight(
-    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None, dbias13: Any
+    options: LayerOptions,
+    plan: PermutationPlan | PlacedRows,
+    operands: dict[str, Any],
+    dw13: Any,
+    dw2: Any,
+    dtype: str,
+    ffn: int | None,
+    dbias13: Any,
 ) -> tuple[Any, Any, Any]:
-    dw13, dw2 = operands.options.precision.backward_weight(operands, dw13, dw2, dtype, ffn)
-    if operands.dh_sums is not None:
-        dbias13 = raw_expert_sums(operands.dh_sums, operands.plan, dbias13)
-    return dw13, dw2, dbias13
+    """(dw13, dw2, dbias13). Takes each operand out of ``operands``, to be freed after its last use."""
+    sums = operands.pop("dh_sums")
+    if sums is not None:
+        dbias13 = raw_expert_sums(sums, plan, dbias13)
+        del sums
+    return *options.precision.backward_weight(options, plan, operands, dw13, dw2, dtype, ffn), dbias13
 
 
 def moe_backward(

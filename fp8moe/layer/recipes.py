@@ -67,7 +67,8 @@ class Recipe:
     only where h is not saved.
     codes_h: whether the forward can save FP8 codes of h in h's place.
     forward, backward_input, backward_weight: the steps, functions of this file. forward returns y and fields
-    of `Saved`, backward_input dx, dprobs and fields of `SavedForWeights`, backward_weight dw13 and dw2.
+    of `Saved`, backward_input dx, dprobs and fields of `SavedForWeights`, backward_weight dw13 and dw2; it
+    takes each operand out of the dictionary that it is given, so that its memory is free after its last use.
     """
 
     name: RecipeName
@@ -168,25 +169,25 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
     return dx, dprobs, _operands(gradients, dy, a, dh, saved.x, sums)
 
 
-def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
-    plan, offsets = operands.plan, operands.plan.expert_offsets
-    a, dh, x = operands.a, operands.dh, operands.x
-    options = {"dtype": dtype, "tokens_per_expert": int32_counts(plan), **operands.options.gemm}
+def _backward_weight_fp8_flow(options, plan, operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
+    offsets, a, dh = plan.expert_offsets, operands.pop("a"), operands.pop("dh")
+    gemm = {"dtype": dtype, "tokens_per_expert": int32_counts(plan), **options.gemm}
     if a is not None:
-        transposed = permute_transpose(operands.dy, plan, target=_TARGET)
+        transposed = permute_transpose(operands.pop("dy"), plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
-        dw2 = raw_grouped_gemm_wgrad(transposed, a, offsets, dw2, **options)
+        dw2 = raw_grouped_gemm_wgrad(transposed, a, offsets, dw2, **gemm)
         del transposed
+    del a
     if dh is None:
         return None, dw2
-    transposed = permute_transpose(x, plan, target=_TARGET)
-    count = len(dw13) if isinstance(dw13, tuple) else operands.options.activation.columns(1) if ffn else 1
+    transposed = permute_transpose(operands.pop("x"), plan, target=_TARGET)
+    count = len(dw13) if isinstance(dw13, tuple) else options.activation.columns(1) if ffn else 1
     width = dh.shape[1] // count
     parts = [columns_of(dh, i * width, ffn or width) for i in range(count)]
     if not isinstance(dw13, tuple):  # with gates, and padded: without the padding after each half
-        return raw_grouped_gemm_wgrad_of_parts(parts, transposed, offsets, dw13, **options), dw2
+        return raw_grouped_gemm_wgrad_of_parts(parts, transposed, offsets, dw13, **gemm), dw2
     both = zip(parts, dw13, strict=True)
-    return tuple(raw_grouped_gemm_wgrad(dh, transposed, offsets, out, **options) for dh, out in both), dw2
+    return tuple(raw_grouped_gemm_wgrad(dh, transposed, offsets, out, **gemm) for dh, out in both), dw2
 
 
 def _activate(h, probs, plan, activation, codes=None):  # type: ignore[no-untyped-def]
@@ -235,15 +236,15 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x, sums)
 
 
-def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
-    offsets, options = operands.plan.expert_offsets, {"dtype": dtype, **operands.options.gemm}
-    if operands.a is not None:
-        columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
-        dw2 = raw_grouped_gemm_wgrad(*columnwise, offsets, dw2, **options)
+def _backward_weight_fp8_blockwise(options, plan, operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
+    gemm = {"dtype": dtype, **options.gemm}
+    if operands["a"] is not None:
+        columnwise = _requantize(operands.pop("dy")), _requantize(operands.pop("a"))  # casts 5 to 8
+        dw2 = raw_grouped_gemm_wgrad(*columnwise, plan.expert_offsets, dw2, **gemm)
         del columnwise
-    if operands.dh is not None:
-        columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
-        dw13 = raw_grouped_gemm_wgrad(*columnwise, offsets, dw13, **options)
+    if operands["dh"] is not None:
+        columnwise = _requantize(operands.pop("dh")), _requantize(operands.pop("x"))  # casts 9 to 12
+        dw13 = raw_grouped_gemm_wgrad(*columnwise, plan.expert_offsets, dw13, **gemm)
     return dw13, dw2
 
 
@@ -289,11 +290,12 @@ def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x, sums)
 
 
-def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
-    offsets, gemm = operands.plan.expert_offsets, operands.options.gemm
-    dy, a, dh, x = operands.dy, operands.a, operands.dh, operands.x
+def _backward_weight_bf16(options, plan, operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
+    offsets, gemm = plan.expert_offsets, options.gemm
+    dy, a, dh, x = (operands.pop(name) for name in ("dy", "a", "dh", "x"))
     if a is not None:
         dw2 = raw_grouped_gemm_wgrad(dy, a, offsets, dw2, dtype=_at_least(dtype, dy), **gemm)
+    del dy, a
     if dh is not None:
         dw13 = raw_grouped_gemm_wgrad(dh, x, offsets, dw13, dtype=_at_least(dtype, dh), **gemm)
     return dw13, dw2

@@ -100,6 +100,10 @@ class SavedForWeights(Record):
     dh_sums: Any = None
     later: tuple[SavedForWeights, ...] = ()
 
+    def operands(self) -> dict[str, Any]:
+        """The operands by name: what a recipe's ``backward_weight`` takes."""
+        return {name: getattr(self, name) for name in ("dy", "a", "dh", "x", "dh_sums")}
+
     @property
     def nbytes(self) -> int:
         """Total bytes, including memory shared with the forward's `Saved` and with the caller."""
