@@ -437,19 +437,31 @@ def _serve_peft() -> None:
     def activate(self: Any, active_adapters: Any) -> Iterator[None]:
         experts = self.get_base_layer()
         adapter = _served_adapter(self, experts, active_adapters)
-        if adapter is None:
+        if adapter is None or not all(_served_adapter(*w) for w in _activated_inside(self, experts)):
             with original(self, active_adapters):
                 yield
             return
-        served = vars(experts).setdefault("_fp8moe_lora", {})
-        served[self.parameter_name] = self, adapter
+        before = vars(experts).get("_fp8moe_lora", {})
+        # another dictionary: replicas of nn.DataParallel have the attributes of their module
+        vars(experts)["_fp8moe_lora"] = {**before, self.parameter_name: (self, adapter)}
         try:
             yield
         finally:
-            del served[self.parameter_name]
+            vars(experts)["_fp8moe_lora"] = before
 
     activate.__module__ = __name__
     wrapper._activate_lora = activate
+
+
+def _activated_inside(wrapper: Any, experts: nn.Module) -> Iterator[tuple[Any, nn.Module, list[str]]]:
+    """The arguments of `_served_adapter` for the wrappers inside one that its forward activates. PEFT nests
+    those of a module's parameters; it computes the weights of all of them, or of none."""
+    inside = wrapper.base_layer
+    while isinstance(inside, type(wrapper)):
+        adapters = [name for name in inside.active_adapters if name in inside.lora_A]
+        if adapters and not (inside.disable_adapters or inside.merged):
+            yield inside, experts, adapters
+        inside = inside.base_layer
 
 
 def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> str | None:

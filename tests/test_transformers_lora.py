@@ -184,19 +184,26 @@ def test_merged_into_the_weights_and_out_of_them(calls):
     assert (again - logits).norm() <= 1e-5 * logits.norm()
 
 
-@pytest.mark.parametrize("reason", ["base", "save", "two", "disabled"])
+@pytest.mark.parametrize("reason", ["base", "save", "two", "inner", "bias", "disabled"])
 def test_what_peft_computes_itself(reason, calls):
+    """Of the wrappers of one module all or none: "inner" has two adapters of one weight, and "bias" one of a
+    vector, beside adapters of weights that alone would be served."""
+    kind, changed = "qwen3_moe", {}
+    if reason == "bias":
+        kind, changed = "gpt_oss", {"target_parameters": [*TARGETS, "mlp.experts.gate_up_proj_bias"]}
     implementation = SAVED if reason == "save" else FP8
-    model, plain = adapted("qwen3_moe", implementation), adapted("qwen3_moe", "eager")
+    model, plain = (adapted(kind, name, **changed) for name in (implementation, "eager"))
     ids = (torch.arange(32) * 7 % 64).reshape(2, 16)
     for m in (model, plain):
         if reason == "base":
             for name, p in m.named_parameters():
                 p.requires_grad_("experts" in name)
-        elif reason == "two":
-            for layer in (w for w in m.modules() if isinstance(w, ParamWrapper)):
-                layer.update_layer("second", 6, 5, m.peft_config["default"])
-            m.base_model.set_adapter(["default", "second"])
+        elif reason in ("two", "inner"):
+            wrappers = [w for w in m.modules() if isinstance(w, ParamWrapper)]
+            for w in wrappers:
+                w.update_layer("second", 6, 5, m.peft_config["default"])
+            for w in wrappers if reason == "two" else wrappers[-1:]:
+                w.set_adapter(["default", "second"])
         elif reason == "disabled":
             m.base_model.disable_adapter_layers()
     logits, right = (m(input_ids=ids).logits for m in (model, plain))
