@@ -10,6 +10,9 @@ from cases import BF16, FP8_NOISE, generator, relative
 
 torch = pytest.importorskip("torch")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 import fp8moe.torch  # noqa: E402
 from fp8moe.activation import SWIGLU  # noqa: E402
 from fp8moe.adapters.torch import lora as adapter  # noqa: E402
@@ -287,6 +290,64 @@ def test_a_compiled_model_has_a_graph_break_and_the_same_result():
     torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
+def test_compiled_autograd_runs_the_backward_as_it_is():
+    given = problem(torch.float64, 4)
+    x, w13, w2, ids, probs, matrices = given
+    y = moe_experts(x, w13, w2, ids, probs, recipe="bf16", lora=adapters(matrices, (1.0, 1.0)))
+    dy = torch.randn_like(x)
+    wanted = torch.autograd.grad(y, leaves_of(given), dy, retain_graph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward(dy)
+    for leaf, grad in zip(leaves_of(given), wanted, strict=True):
+        assert torch.equal(leaf.grad, grad)
+
+
+def test_recorded_calls_are_refused():
+    """A graph of make_fx would have the results as constants."""
+    x, w13, w2, ids, probs, matrices = problem(torch.float64, 4)
+
+    def layer(x):
+        lora = adapters([t.detach() for t in matrices], (1.0, 1.0))
+        return moe_experts(x, w13, w2, ids, probs.detach(), recipe="bf16", lora=lora)
+
+    for mode in ("real", "fake"):
+        with pytest.raises(NotImplementedError, match="lora: got a call in make_fx"):
+            make_fx(layer, tracing_mode=mode, _allow_non_fake_inputs=True)(x.detach())
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_flops_are_counted(recipe, recompute):
+    """Of F without padding, and of ranks without theirs."""
+    hidden, ffn, rank, rows = 128, 72, 5, TOKENS * K
+    given = problem(torch.bfloat16, rank, hidden, ffn)
+    x, w13, w2, ids, probs, matrices = given
+    of_w, of_a, of_b = 3 * hidden * ffn, rank * (hidden + ffn), rank * (2 * ffn + hidden)
+    counts = []
+    for parts in (leaves_of(given), [matrices[3]], [x]):
+        with FlopCounterMode(display=False) as counter:
+            lora = adapters(matrices, (1.0, 1.0))
+            y = moe_experts(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, lora=lora)
+            counts.append(counter.get_total_flops())
+            torch.autograd.grad(y, parts, torch.randn_like(y))
+            counts.append(counter.get_total_flops() - counts[-1])
+    forward = of_w + of_a + of_b
+    again = forward if recompute else 0
+    backward = of_w + 2 * of_a + 2 * of_b, hidden * rank, of_w + of_a + of_b
+    wanted = [n for of_it in backward for n in (forward, of_it + again)]
+    assert counts == [2 * rows * n for n in wanted]
+
+
+def test_matrices_that_begin_anywhere():
+    """In a flat buffer of all parameters: the kernels read multiples of 16 bytes."""
+    flat = torch.randn(1 + 4 * 16 * 8).bfloat16()
+    a = flat[1:].view(4, 16, 8)
+    read = adapter._read_by_gemms(a, torch.randn(4, 8, 16), 1.0, torch.bfloat16)
+    assert torch.equal(read[0], a)
+    assert all(t.data_ptr() % 16 == 0 for t in read)
+
+
 @pytest.mark.parametrize(
     ("change", "error_type", "message"),
     [
@@ -296,6 +357,7 @@ def test_a_compiled_model_has_a_graph_break_and_the_same_result():
         ({"w13": True}, NotImplementedError, "w13: got a tensor that requires grad with lora"),
         ({"place": 0}, ValueError, "lora of w13: a: got shape [5, 4, 64]; wanted [5, 4, 128]"),
         ({"place": 3}, ValueError, "lora of w2: b: got shape [5, 64, 4]; wanted [5, 128, 4]"),
+        ({"codes": True, "place": 2}, ValueError, "lora: got b of w13 [5, 256, 4] and a of w2 [5, 4, 64]"),
     ],
 )
 def test_refusals(change, error_type, message):
@@ -303,8 +365,10 @@ def test_refusals(change, error_type, message):
     if "place" in change:
         place = change.pop("place")
         matrix = matrices[place].detach()
-        matrices[place] = matrix[..., :64] if place == 0 else matrix[:, :64]
+        matrices[place] = matrix[..., :64] if place in (0, 2) else matrix[:, :64]
     w13.requires_grad_(bool(change.pop("w13", False)))
+    if change.pop("codes", False):  # whose F may be any that is padded to theirs
+        w13, w2 = fp8moe.torch.quantize_fp8_weights(w13, w2)
     options = {"lora": adapters(matrices, (1.0, 1.0)), **change}
     with pytest.raises(error_type, match=re.escape(message)):
         moe_experts(x, w13, w2, ids, probs, **options)

@@ -131,7 +131,7 @@ def moe_experts(
         the sum of a weight and B @ A is never formed. The adapters' GEMMs multiply in the rows' dtype
         (bfloat16 with the FP8 recipes). The FP8 recipes quantise the activation after it is rounded to
         bfloat16, and so its gradient. ``recompute`` makes everything but y again. Not with ``comm``
-        and ``save``; compiled code has a graph break.
+        and ``save``, nor in make_fx, torch.export and with fake tensors; compiled code has a graph break.
 
     Returns
     -------

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8moe import Quantized
@@ -18,9 +17,9 @@ from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.arguments import PLACEHOLDER
 from fp8moe.adapters.torch.experts import as_bytes
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import once_differentiable
+from fp8moe.adapters.torch.library import dispatch_modes, once_differentiable, operator
 from fp8moe.adapters.torch.operands import Operands, codes_now, padded, round_up_to_block
-from fp8moe.adapters.torch.operation import check_float, on_hopper, plan_with
+from fp8moe.adapters.torch.operation import check_float, is_recorded, on_hopper, plan_with
 from fp8moe.layer import lora as core
 from fp8moe.layer.moe import read_by_backward
 from fp8moe.layer.options import LayerOptions
@@ -169,6 +168,11 @@ def check_lora(lora: Any, weights: Any, bias13: Any, options: LayerOptions, comm
         if w is not None:
             checks.shape(f"lora of {name}: a", w.a, (experts, w.rank, width))
             checks.shape(f"lora of {name}: b", w.b, (experts, height, w.rank))
+    if first is not None and second is not None and rows != halves * ffn:  # of codes, which are padded
+        raise ValueError(
+            f"lora: got b of w13 {list(first.b.shape)} and a of w2 {list(second.a.shape)}; wanted the same F "
+            "in both"
+        )
     return lora
 
 
@@ -176,8 +180,11 @@ def experts_with_lora(
     x: Tensor, weights: Operands, ids: Tensor, probs: Tensor, options: LayerOptions, lora: Pair
 ) -> Tensor:
     """As `fp8moe.adapters.torch.experts.experts`, with adapters of `check_lora` beside frozen weights."""
-    if isinstance(x, FakeTensor):
-        raise NotImplementedError("lora: got fake tensors; wanted tensors with values")
+    if is_recorded({"x": x}):
+        raise NotImplementedError(
+            "lora: got a call in make_fx or torch.export, or with fake tensors; wanted one outside, with "
+            "values, because no operator stands for it"
+        )
     (w13, w2), codes, _, _, bias13 = weights
     if codes is None and options.precision.quantizes:
         codes = codes_now((w13, w2), options)
@@ -185,12 +192,12 @@ def experts_with_lora(
     first, second = lora
     if probs.dtype != torch.float64:
         probs = probs.float()
-    width, halves = w2.shape[2], halves_of(options.activation.kind)
-    if first is not None and (missing := width - first.b.shape[1] // halves):
-        first = LoRA(first.a, padded(first.b, 1, halves, missing), first.scaling, first.dropout)
-    if second is not None and (missing := width - second.a.shape[2]):
+    width, halves, ffn = w2.shape[2], halves_of(options.activation.kind), w2.shape[2]
+    if second is not None and (missing := width - (ffn := second.a.shape[2])):
         second = LoRA(padded(second.a, 2, 1, missing), second.b, second.scaling, second.dropout)
-    operands = x, w13, w2, bias13, ids, probs, options, first, second
+    if first is not None and (missing := width - (ffn := first.b.shape[1] // halves)):
+        first = LoRA(first.a, padded(first.b, 1, halves, missing), first.scaling, first.dropout)
+    operands = x, w13, w2, bias13, ids, probs, options, ffn, first, second
     if options.recompute is None or not torch.is_grad_enabled():
         return _halves(*operands)
     return _recomputed(*operands)
@@ -204,27 +211,29 @@ def _halves(
     ids: Tensor,
     probs: Tensor,
     options: LayerOptions,
+    ffn: int,
     first: LoRA | None,
     second: LoRA | None,
 ) -> Tensor:
+    """ffn: F without the codes' padding."""
     plans: list[Any] = []
     rows: Any = x, _dropped(x, first), probs, *_matrices(first), ids, w13, w2, bias13, _scaling(first)
-    h, row_probs = _First.apply(*rows, options, plans)
+    h, row_probs = _First.apply(*rows, options, ffn, plans)
     act = torch_ops.swiglu(h, row_probs, activation=options.activation)
     rows = act, _dropped(act, second), *_matrices(second), w2, _scaling(second)
-    return _Second.apply(*rows, options, *plans)  # type: ignore[no-any-return]
+    return _Second.apply(*rows, options, ffn, *plans)  # type: ignore[no-any-return]
 
 
 def _recomputed(*operands: Any) -> Tensor:
     """`_halves`, of which the backward makes all but the result again. The tensors are arguments of torch's
     checkpoint, which saves these: one that has changed since is noticed."""
-    *arrays, options, first, second = operands
+    *arrays, options, ffn, first, second = operands
     like = map_arrays(lambda _: PLACEHOLDER, tuple(arrays))
 
     def halves(*tensors: Any) -> Tensor:
         remaining = iter(tensors)
         given: Any = map_arrays(lambda _: next(remaining), like)
-        given = *given, options, *[of and LoRA(next(remaining), next(remaining), *of) for of in both]
+        given = *given, options, ffn, *[of and LoRA(next(remaining), next(remaining), *of) for of in both]
         return _halves(*given)
 
     both = [None if w is None else (w.scaling, w.dropout) for w in (first, second)]
@@ -263,7 +272,8 @@ def _read_by_gemms(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> 
     """a and scaling * b in the rows' dtype, with a rank that the GEMMs accept."""
     missing = -a.shape[1] % core.RANK_MULTIPLE
     a, b = padded(a.to(dtype), 1, 1, missing), padded((b * scaling).to(dtype), 2, 1, missing)
-    return a.contiguous(), b.contiguous()
+    a, b = a.contiguous(), b.contiguous()  # b is a copy
+    return a.clone() if a.data_ptr() % 16 else a, b  # as a part of a flat buffer may begin anywhere
 
 
 def _gradients(da: Any, db: Any, ctx: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -318,11 +328,29 @@ def _requested(ctx: Any, names: tuple[str, ...], of_rows: Any) -> tuple[str, ...
     return tuple(found)
 
 
+@operator("lora_gemms", flops=lambda rows, products: 2 * products)
+def _gemms(rows: Tensor, products: int) -> list[Any]:
+    """What dispatch modes see of a half's GEMMs, which no operator makes: their number of multiplications."""
+    return []
+
+
+def _count(plan: PermutationPlan, sizes: tuple[int, int, int], requested: tuple[str, ...]) -> None:
+    """Tells counters of FLOPs the GEMMs of a backward, which for the gradient of the rows are as large as the
+    forward's. sizes: columns and rows of w, and the rank."""
+    if not dispatch_modes():
+        return
+    columns, rows, rank = sizes
+    products = columns * rows * (not {"dx", "dprobs", "dact"}.isdisjoint(requested))
+    products += rows * rank * (("db" in requested) + ("dz" in requested or "da" in requested))
+    products += columns * rank * (("dz" in requested) + ("da" in requested))
+    _gemms.run(plan.data, plan.num_tokens * plan.max_experts_per_token * products)
+
+
 class _First(torch.autograd.Function):
     """plans: gets the plan."""
 
     @staticmethod
-    def forward(ctx, x, z, probs, a, b, ids, w13, w2, bias13, scaling, options, plans):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, z, probs, a, b, ids, w13, w2, bias13, scaling, options, ffn, plans):  # type: ignore[no-untyped-def]
         read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, x.dtype)
         ctx.adds = _adds(x, w2.shape, options)
         rows = x, z, w13, w2, bias13, ids, probs, *read, options, ctx.adds
@@ -335,22 +363,27 @@ class _First(torch.autograd.Function):
         read_by_adapter = None if a is None else x if z is None else z
         _save(ctx, inputs, w13, scaling, options, plan, (read_by_adapter, u, *read))
         ctx.dtype_of_probs = probs.dtype
+        ctx.sizes = x.shape[1], options.activation.columns(ffn), ctx.rank
+        _count(plan, ctx.sizes, ("dx", "dz"))
         return h, row_probs
 
     @staticmethod
+    @torch.compiler.disable  # compiled autograd runs it as it is
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dh, dprobs):  # type: ignore[no-untyped-def]
         requested, joined = _requested(ctx, ctx.names, "dx"), ctx.adds and "dz" not in ctx.names
-        given: Any = dh.contiguous(), dprobs.contiguous(), *_saved(ctx), requested, joined
+        saved = _saved(ctx)
+        given: Any = dh.contiguous(), dprobs.contiguous(), *saved, requested, joined
         dx, dprobs, dz, da, db = core.first_backward(*given)
+        _count(saved[-2], ctx.sizes, requested)
         dx, dz = _with_adapters(ctx, dx, dz)
         dprobs = None if dprobs is None else dprobs.to(ctx.dtype_of_probs)
-        return dx, dz, dprobs, *_gradients(da, db, ctx), *[None] * 7
+        return dx, dz, dprobs, *_gradients(da, db, ctx), *[None] * 8
 
 
 class _Second(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, act, z, a, b, w2, scaling, options, plan):  # type: ignore[no-untyped-def]
+    def forward(ctx, act, z, a, b, w2, scaling, options, ffn, plan):  # type: ignore[no-untyped-def]
         read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
         rows: Any = None if a is None else act if z is None else z
         ctx.adds = _adds(act, w2.shape, options)
@@ -360,13 +393,18 @@ class _Second(torch.autograd.Function):
             y.add_(low)
         inputs = {"dact": act, "dz": z, "da": a, "db": b}
         _save(ctx, inputs, w2, scaling, options, plan, (rows, u, *read))
+        ctx.sizes = ffn, y.shape[1], ctx.rank
+        _count(plan, ctx.sizes, ("dact", "dz"))
         return y
 
     @staticmethod
+    @torch.compiler.disable
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         requested, joined = _requested(ctx, ctx.names, "dact"), ctx.adds and "dz" not in ctx.names
-        given: Any = dy.contiguous(), *_saved(ctx), requested, joined
+        saved = _saved(ctx)
+        given: Any = dy.contiguous(), *saved, requested, joined
         dact, dz, da, db = core.second_backward(*given)
+        _count(saved[-2], ctx.sizes, requested)
         dact, dz = _with_adapters(ctx, dact, dz)
-        return dact, dz, *_gradients(da, db, ctx), *[None] * 4
+        return dact, dz, *_gradients(da, db, ctx), *[None] * 5
