@@ -24,7 +24,13 @@ from fp8moe.adapters.torch.arguments import (
     with_formats,
 )
 from fp8moe.adapters.torch.compiled_over_ranks import forward_over_ranks_op
-from fp8moe.adapters.torch.library import PLAIN, dispatch_modes, records_operators, refuse_export
+from fp8moe.adapters.torch.library import (
+    PLAIN,
+    as_bytes,
+    dispatch_modes,
+    records_operators,
+    refuse_export,
+)
 from fp8moe.adapters.torch.main_grad import main_grads_of, wants_zeros
 from fp8moe.adapters.torch.operands import Operands, codes_now
 from fp8moe.adapters.torch.stats import Collector
@@ -117,11 +123,6 @@ def experts(
         operands = x, topk_ids, topk_probs, *leaves, tensors, handle_of_comm(comm)
         return forward_over_ranks_op(*operands, targets, options)[0]
     return compiled.Experts.apply(x, *leaves, topk_probs, topk_ids, tensors, targets, options)
-
-
-def as_bytes(t: Tensor) -> Tensor:
-    """Codes of torch's float8 dtypes in the dtype of records; a view, which has the same version."""
-    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 def stored_transposed(w13: Any, w2: Any) -> tuple[bool, bool] | None:

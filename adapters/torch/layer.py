@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 from fp8moe.adapters import needs
@@ -15,13 +16,14 @@ with needs("torch"):
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fp8moe import RouterConfig
+from fp8moe import Quantized, QuantTensor, RouterConfig
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch.arguments import check_backend, handle_of
 from fp8moe.adapters.torch.configs import experts_of_model
 from fp8moe.adapters.torch.experts import like_of
+from fp8moe.adapters.torch.frozen import FrozenWeight, refuse_broadcast, row_codes, tensors_of
 from fp8moe.adapters.torch.functional import apply_experts
-from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands
+from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands, round_up_to_block
 from fp8moe.adapters.torch.operation import (
     check_float,
     check_tensor,
@@ -96,6 +98,12 @@ def _without_own_state(attributes: dict[str, Any]) -> dict[str, Any]:
     """A layer's attributes but those of `FP8FlowMoE._own_state`."""
     own = ("_handle", "_collector", "_fp8_weights")
     return {name: value for name, value in attributes.items() if name not in own}
+
+
+def _row_codes(frozen: Any) -> tuple[QuantTensor, ...]:
+    if type(frozen) not in (tuple, list) or len(frozen) != 2:
+        raise TypeError(f"frozen: got {type(frozen).__name__}; wanted two Quantized, of w13 and of w2")
+    return tuple([row_codes(name, w) for name, w in zip(("w13", "w2"), frozen, strict=True)])
 
 
 def _check_width(recipe: Recipe, ffn: int) -> None:
@@ -178,6 +186,10 @@ class FP8FlowMoE(nn.Module):
         Dtype of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's weight: bfloat16,
         float16 or float32, in the bf16 recipe also float64; None: torch's default dtype. The state dict
         contains only these.
+    frozen : tuple of two Quantized, or None
+        Codes and scales of w13 and w2 of this rank's experts, which the layer has in place of master weights,
+        in this memory; `from_quantized` describes such a layer, and takes the sizes from them. Requires
+        weight_copies="rowwise".
 
     Notes
     -----
@@ -247,17 +259,22 @@ class FP8FlowMoE(nn.Module):
         router: bool | RouterConfig = True,
         device: Any = None,
         dtype: torch.dtype | None = torch.float32,
+        frozen: tuple[Quantized, Quantized] | None = None,
     ):
         super().__init__()
         self._options = LayerOptions(activation, recipe, recompute, save, backend, num_sms, weight_copies)
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
-        _check_width(self._options.precision, ffn)
+        self._is_frozen = frozen is not None
+        self._check_options(self._options, ffn)
         num_experts = checks.integer("num_experts", num_experts, 1, checks.MAX_EXPERTS)
         topk = checks.integer("topk", topk, 1)
         if topk > num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self._hidden, self._ffn, self._num_experts, self._topk = hidden, ffn, num_experts, topk
         normalize_probs = checks.flag("normalize_probs", normalize_probs)
+        codes = () if frozen is None else _row_codes(frozen)
+        if codes and device is None:
+            device = codes[0].data.device
         options = {"device": device, "dtype": dtype}
         accepted = (*_DTYPES, torch.float64) if not self._options.precision.quantizes else _DTYPES
         given = torch.get_default_dtype() if dtype is None else dtype
@@ -285,8 +302,14 @@ class FP8FlowMoE(nn.Module):
             )
         if self.router is not None and ranks.mesh is not None:
             self.router.weight = replicated(self.router.weight, ranks.mesh)
-        self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
-        self.w2 = self._weight(num_experts, hidden, ffn, **options)
+        self.w13: Any  # parameters, or two FrozenWeights
+        self.w2: Any
+        if not codes:
+            self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
+            self.w2 = self._weight(num_experts, hidden, ffn, **options)
+        else:
+            self.w13, self.w2 = (FrozenWeight(q, ranks.mesh).to(device) for q in codes)
+            self._check_weights(self.w13, self.w2)
         self.register_load_state_dict_pre_hook(_shards_given)
         self._own_state()
         self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
@@ -345,6 +368,74 @@ class FP8FlowMoE(nn.Module):
         sizes = experts.hidden, experts.ffn, experts.num_experts, experts.router.topk
         return cls(*sizes, router=router and experts.router, **options)
 
+    @classmethod
+    def from_quantized(
+        cls,
+        w13: Quantized,
+        w2: Quantized,
+        topk: int,
+        *,
+        ffn: int | None = None,
+        num_experts: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Experts that are frozen and exist as FP8 codes and scales only, one byte a weight.
+
+        Gradients flow through them to x, the probabilities and the router. Codes and scales are buffers, in
+        the memory of the records: ``w13.weight``, ``w13.weight_scale_inv`` and those of w2, which are also
+        their names in state dicts, there as float8_e4m3fn and float32. ``to(dtype)``, ``bfloat16()`` and
+        others change the router alone. Each backward derives the orientation that it multiplies by, for one
+        weight after the other. `weights_unchanged`, `quantize_weights` and ``is_first_microbatch`` have
+        nothing to do, and are accepted.
+
+        Parameters
+        ----------
+        w13 : Quantized, e4m3, [E, 2F, H]
+            Of `fp8moe.from_block_fp8`, `fp8moe.from_mxfp4` or `fp8moe.quantize_weights`, as torch's tensors;
+            only the row-wise codes are used. [E, F, H] for an activation without a gate.
+        w2 : Quantized, e4m3, [E, H, F]
+            As ``w13``.
+        topk : int
+            Number of experts per token.
+        ffn : int or None
+            F, if the records fill it up with zeros to the next multiple of 128; None: that of the records.
+        num_experts : int or None
+            With a ``process_group``: E over all ranks, where the records are of this rank's experts. None:
+            the records have all experts, of which none are on other ranks.
+        **options
+            As in the constructor: ``recipe``, an FP8 one, ``recompute``, ``save``, ``activation``,
+            ``backend``, ``num_sms``, ``process_group``, ``overlap_chunks``, ``router``, ``normalize_probs``,
+            ``device`` (None: that of the records), and ``dtype``, of the router's weight.
+
+        Returns
+        -------
+        FP8FlowMoE
+            The layer, with a new router.
+
+        Raises
+        ------
+        TypeError
+            For other records or dtypes; in the forward for weights that have been replaced by others.
+        ValueError
+            For sizes that do not fit, recipe "bf16" and weight_copies "both".
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fp8moe.torch import FP8FlowMoE, quantize_fp8_weights
+        >>> w13, w2 = quantize_fp8_weights(torch.randn(4, 256, 64), torch.randn(4, 64, 128))
+        >>> layer = FP8FlowMoE.from_quantized(w13, w2, topk=2)
+        >>> x = torch.randn(10, 64, requires_grad=True)
+        >>> layer(x).sum().backward()
+        >>> x.grad.shape, [*layer.state_dict()]
+        (torch.Size([10, 64]), ['router.weight', 'w13.weight', 'w13.weight_scale_inv', 'w2.weight', \
+'w2.weight_scale_inv'])
+        """
+        row_codes("w13", w13)
+        experts, hidden, width = row_codes("w2", w2).shape
+        sizes = hidden, width if ffn is None else ffn, experts if num_experts is None else num_experts, topk
+        return cls(*sizes, frozen=(w13, w2), **{"weight_copies": "rowwise"} | options)
+
     hidden = _fixed("_hidden", "H, the number of features.")
     ffn = _fixed("_ffn", "F, the width of an expert.")
     num_experts = _fixed("_num_experts", "E, over all ranks.")
@@ -381,7 +472,7 @@ class FP8FlowMoE(nn.Module):
 
     def _set_option(self, name: str, value: Any) -> None:
         options = replace(self._options, **{name: value})
-        _check_width(options.precision, self._ffn)
+        self._check_options(options, self._ffn)
         if options.activation.gated != (gated := self._options.activation.gated):
             raise ValueError(
                 f"activation: got {value}; wanted one {'with' if gated else 'without'} a gate, by w13's "
@@ -392,6 +483,21 @@ class FP8FlowMoE(nn.Module):
             weights_of(self).release()
         self._options = options
 
+    def _check_options(self, options: LayerOptions, ffn: int) -> None:
+        _check_width(options.precision, ffn)
+        if not self._is_frozen:
+            return
+        if not options.precision.quantizes:
+            raise ValueError(
+                f"recipe: got {options.recipe!r} for frozen FP8 codes; wanted an FP8 recipe; for another one "
+                "load fp8moe.torch.dequantize(w13.rowwise) and w2's into FP8FlowMoE(...)"
+            )
+        if options.keeps_columnwise:
+            raise ValueError(
+                f"weight_copies: got {options.weight_copies!r} for frozen FP8 codes, of which the layer has "
+                "one orientation; wanted 'rowwise'"
+            )
+
     def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
         local = torch.empty(experts // self._ranks.size, *shape, **options)
         return nn.Parameter(local) if self._ranks.mesh is None else shard_of(local, self._ranks.mesh)
@@ -401,7 +507,7 @@ class FP8FlowMoE(nn.Module):
 
         Random numbers are drawn expert by expert, so a seed gives the same weights on any number of ranks,
         whether of expert parallelism or of ``fully_shard``, and those that the constructor gives. All ranks
-        need the same seed.
+        need the same seed. Frozen FP8 codes stay as they are.
         """
         if self.router is not None:
             self.router.reset_parameters()
@@ -409,7 +515,7 @@ class FP8FlowMoE(nn.Module):
         self._reset_experts()
 
     def _reset_experts(self) -> None:
-        for name in ("w13", "w2"):
+        for name in () if self._is_frozen else ("w13", "w2"):
             w = getattr(self, name)
             std, (own, rows, columns) = 1 / math.sqrt(w.shape[-1]), own_part(w)
             with torch.no_grad():
@@ -498,9 +604,10 @@ class FP8FlowMoE(nn.Module):
 
     def _how(self, x: Any, w13: Any, w2: Any) -> tuple[Any, ...] | None:
         """What decides whether `_check` passes, but for the tensors' memory; None where it has to look."""
-        if self._ranks.comm is not None or (kinds := kinds_of(x, w13, w2)) is None:
+        if self._ranks.comm is not None or (kinds := kinds_of(x, *tensors_of(w13, w2))) is None:
             return None
-        sizes = self._hidden, self._ffn, self._num_experts, self._topk if self.router is None else None
+        topk = self._topk if self.router is None else None
+        sizes = self._hidden, self._ffn, self._num_experts, topk, self._is_frozen
         return self._options, torch.is_grad_enabled(), *sizes, *kinds
 
     def _check(self, x: Tensor, w13: Tensor, w2: Tensor) -> None:
@@ -560,12 +667,13 @@ class FP8FlowMoE(nn.Module):
         TypeError
             For sharded weights (fully_shard).
         """
-        if self._options.precision.quantizes:
+        if self._options.precision.quantizes and not self._is_frozen:
             weights_of(self).quantize()
 
     @property
     def fp8_weight_nbytes(self) -> int:
-        """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none."""
+        """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none. Frozen
+        codes are the weights, and no copies."""
         copies = weights_of(self).copies
         return 0 if copies is None else copies.nbytes
 
@@ -613,9 +721,11 @@ class FP8FlowMoE(nn.Module):
         config = router.config if isinstance(router, Router) else None
         if known is not None and known[0] is config and not again:
             return known[1]
-        if is_capturing(self.w13):  # a transport with a capacity then asks for a forward before the capture
+        weights = [w for w in router.parameters() if not is_freed(w)]
+        # a transport with a capacity then asks for a forward before the capture
+        if any(map(is_capturing, weights)):
             return 0
-        value = checksum([w for w in router.parameters() if not is_freed(w)], config, mesh)
+        value = checksum(weights, config, mesh)
         self._checksum = config, value
         return value
 
@@ -666,18 +776,22 @@ class FP8FlowMoE(nn.Module):
         x: Tensor,
         ids: Tensor,
         probs: Tensor,
-        weights: tuple[Tensor, Tensor],
+        weights: tuple[Any, Any],
         first: bool | None,
         announced: dict[str, Any] | None,
         how: tuple[Any, ...] | None,
     ) -> Tensor:
         """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`. how:
         from `_how`."""
-        codes, like, state = None, None, weights_of(self)
-        if how is None or first is not None or state.declared or state.copies is not None:
+        codes, like, state, masters = None, None, weights_of(self), weights
+        if self._is_frozen:
+            codes, masters = tuple([w.quantized for w in weights]), (None, None)
+            if not torch.compiler.is_compiling():
+                refuse_broadcast(*weights)
+        elif how is None or first is not None or state.declared or state.copies is not None:
             codes = codes_of(self, weights, (x, probs), first)
         if how is not None and not self._collect_stats:
-            like = like_of(how, x, (weights[0], None, weights[1], None), ids, probs, codes)
+            like = like_of(how, x, (masters[0], None, masters[1], None), ids, probs, codes)
             if like is not None and like.known is not None:
                 return like.run()
         if how is not None:  # of tensors whose kinds are known, whether they have memory
@@ -690,14 +804,14 @@ class FP8FlowMoE(nn.Module):
                 "make the layer with the other router's topk"
             )
         options, ranks = self._options, self._ranks
-        own = _OfLayer.operands(self, weights)
+        own = masters if self._is_frozen else _OfLayer.operands(self, weights)
         collector, ffn = None, None
         if options.precision.quantizes:
             if self._collect_stats and torch.compiler.is_compiling():
                 raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
             collector = self._collector if self._collect_stats else None
             ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
-        operands = Operands(own, codes, ffn, weights)
+        operands = Operands(own, codes, ffn, masters)
         to_ranks = {"comm": ranks.comm, "announced": announced, "handle": self._handle}
         of_call: dict[str, Any] = {"collector": collector, "like": like, **to_ranks}
         return apply_experts(x, operands, ids, probs, torch.bfloat16, options, **of_call)
@@ -705,13 +819,18 @@ class FP8FlowMoE(nn.Module):
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     _compute_eagerly = torch.compiler.disable(_compute)
 
-    def _check_weights(self, w13: Tensor, w2: Tensor) -> None:
+    def _check_weights(self, w13: Any, w2: Any) -> None:
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
         would mean no expert, and torch's grouped product reads weights on the meta device as if they had
         values."""
-        hidden, ffn = self._hidden, self._ffn
+        hidden, ffn = self._hidden, round_up_to_block(self._ffn) if self._is_frozen else self._ffn
         shapes = (self._options.activation.columns(ffn), hidden), (hidden, ffn)
         for name, w, shape in zip(("w13", "w2"), (w13, w2), shapes, strict=True):
+            if isinstance(w, FrozenWeight) != self._is_frozen:
+                raise TypeError(_other_kind(name, w))
+            if self._is_frozen:
+                w.check(name, (self.num_experts // self._ranks.size, *shape))
+                continue
             check_float(name, w, may_be_sharded=True)
             if self._options.precision.quantizes and w.dtype not in _DTYPES:
                 raise TypeError(
@@ -756,6 +875,10 @@ class _OfLayer(Holder):
         return {"w13": module.w13, "w2": module.w2}
 
     @staticmethod
+    def frozen(module: FP8FlowMoE) -> Sequence[Tensor]:
+        return tensors_of(module.w13, module.w2) if module._is_frozen else ()
+
+    @staticmethod
     def is_whole(module: FP8FlowMoE, name: str, w: Tensor) -> bool:
         return is_whole(w, module._ranks.mesh)
 
@@ -765,14 +888,35 @@ class _OfLayer(Holder):
         return own_experts("w13", w13, module._ranks.mesh), own_experts("w2", w2, module._ranks.mesh)
 
 
+def _other_kind(name: str, w: Any) -> str:
+    """The error for floating-point weights in the place of frozen codes, or the other way round."""
+    kind = getattr(w, "dtype", type(w).__name__)
+    if isinstance(w, FrozenWeight) or kind in (torch.float8_e4m3fn, torch.uint8):
+        return (
+            f"{name}: got frozen FP8 codes in a layer of floating-point weights; wanted a layer made by "
+            "FP8FlowMoE.from_quantized(w13, w2, topk), or the values: codes times scales"
+        )
+    return (
+        f"{name}: got weights of {kind} in a layer of frozen FP8 codes; wanted a layer of such weights, "
+        "FP8FlowMoE(...), or codes: FP8FlowMoE.from_quantized(*quantize_fp8_weights(w13, w2), topk)"
+    )
+
+
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
     # with a capacity, a rank that loads a state dict alone would be alone in comparing headers, too
     if layer._checksum is not None and capacity_of(layer._ranks.comm) is None:
         layer._checksum = None
     refuse_codes(layer, state, prefix)
     for name in ("w13", "w2"):
-        if prefix + name in state:
-            shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
-            state[prefix + name] = shard
+        w, of = getattr(layer, name), prefix + name
+        if layer._is_frozen:
+            if of in state:
+                raise TypeError(_other_kind(of, state[of]))
+            w.checked(state, f"{of}.", partial(as_shard, mesh=layer._ranks.mesh))
+        elif f"{of}.weight" in state:
+            raise TypeError(_other_kind(f"{of}.weight", state[f"{of}.weight"]))
+        elif of in state:
+            shard = as_shard(state[of], w, layer._ranks.mesh)
+            state[of] = shard
             if (copies := weights_of(layer).copies) is not None:  # fully_shard gathers them without a trace
                 copies.overwritten = "load_state_dict()"

@@ -410,6 +410,11 @@ def spec_of(x: Tensor) -> ArraySpec:
     return ArraySpec(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch."), "x"))
 
 
+def as_bytes(t: Tensor) -> Tensor:
+    """Codes of torch's float8 dtypes in the dtype of records; a view, which has the same version."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+
+
 def like(spec: ArraySpec, device: torch.device) -> Tensor:
     """An empty tensor of a spec, for fake implementations."""
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)

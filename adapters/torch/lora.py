@@ -15,9 +15,8 @@ from fp8moe import Quantized
 from fp8moe.activation import halves_of
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.arguments import PLACEHOLDER
-from fp8moe.adapters.torch.experts import as_bytes
 from fp8moe.adapters.torch.halves import asked_for
-from fp8moe.adapters.torch.library import dispatch_modes, once_differentiable, operator
+from fp8moe.adapters.torch.library import as_bytes, dispatch_modes, once_differentiable, operator
 from fp8moe.adapters.torch.operands import Operands, codes_now, padded, round_up_to_block
 from fp8moe.adapters.torch.operation import check_float, is_recorded, on_hopper, plan_with
 from fp8moe.layer import lora as core

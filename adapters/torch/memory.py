@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -26,7 +28,8 @@ def memory(model: nn.Module, tokens: int) -> dict[str, LayerMemory]:
     -------
     dict of str to LayerMemory
         By the layer's name in the model, "" for the model itself. Gradients are those of the weights that
-        require them, with those of the input and of the probabilities.
+        require them, with those of the input and of the probabilities. Frozen FP8 codes are weights, and no
+        copies of any: ``copies`` and ``copies_saved`` are 0.
 
     Raises
     ------
@@ -65,14 +68,15 @@ def _of_layer(layer: FP8FlowMoE, tokens: int) -> LayerMemory:
             "model: got a layer with recipe='bf16', whose products may be torch's, of which autograd keeps "
             f"more; wanted an FP8 recipe; {fix}"
         )
-    weights = {"dw13": layer.w13, "dw2": layer.w2}
-    return fp8moe.memory(
+    weights = {} if layer._is_frozen else {"dw13": layer.w13, "dw2": layer.w2}
+    held = fp8moe.memory(
         tokens,
         layer.hidden,
         layer.ffn,
         layer.num_experts,
         layer.topk,
         gradients=("dx", "dprobs", *(name for name, w in weights.items() if w.requires_grad)),
-        grad_dtype="bfloat16" if layer.w13.dtype == torch.bfloat16 else "float32",
+        grad_dtype="bfloat16" if any(w.dtype == torch.bfloat16 for w in weights.values()) else "float32",
         **options.arguments,
     )
+    return replace(held, copies=0, copies_saved=0) if layer._is_frozen else held

@@ -39,8 +39,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fp8moe.adapters.torch.accumulation import LocalPart
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, of_other_ranks
+from fp8moe.adapters.torch.frozen import FrozenWeight
 from fp8moe.adapters.torch.library import differentiable
-from fp8moe.adapters.torch.operation import check_values, is_partitioned
+from fp8moe.adapters.torch.operation import DIFFERENTIABLE, check_values, is_partitioned
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 from fp8moe.expert_parallel.protocols import chunks_of
 
@@ -331,9 +332,16 @@ class LoadPlanner(DefaultLoadPlanner):
         saved = {} if self.metadata is None else self.metadata.state_dict_metadata
         for name, tensor in self.state_dict.items():
             given = saved.get(name)
-            is_given = isinstance(given, TensorStorageMetadata) and isinstance(tensor, Tensor)
-            if is_given and tensor.is_floating_point():
-                check_values(name, given.properties.dtype)  # type: ignore[union-attr]
+            if not isinstance(given, TensorStorageMetadata) or not isinstance(tensor, Tensor):
+                continue
+            dtype = given.properties.dtype
+            if tensor.dtype.itemsize == 1 and tensor.is_floating_point() and dtype != tensor.dtype:
+                raise TypeError(
+                    f"{name}: got dtype {dtype} for codes; wanted {tensor.dtype}; load into a layer with "
+                    "such weights, FP8FlowMoE(...)"
+                )
+            if tensor.dtype in DIFFERENTIABLE:
+                check_values(name, dtype)
         return super().create_local_plan()
 
 
@@ -411,12 +419,14 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
 
 
 def exclude_from_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
-    """Prepare a model with expert-parallel layers for `torch.nn.parallel.DistributedDataParallel`.
+    """Prepare a model with expert-parallel or frozen layers for `torch.nn.parallel.DistributedDataParallel`.
 
     DDP averages gradients over its ranks, and cannot do so with DTensors. The layers sum theirs over the same
     ranks themselves: DDP is told to ignore these parameters, and their gradients are divided by the number of
-    ranks, so that the gradients of all of the model's parameters are means over the ranks. Call it before
-    `DistributedDataParallel` (or accelerate's ``prepare``), and again for a copy of the model.
+    ranks, so that the gradients of all of the model's parameters are means over the ranks. DDP sends buffers
+    from rank 0 to all in each forward: it is told to ignore the codes and scales of frozen experts
+    (`FP8FlowMoE.from_quantized`), which do not change. Call it before `DistributedDataParallel` (or
+    accelerate's ``prepare``), and again for a copy of the model.
 
     Parameters
     ----------
@@ -467,6 +477,9 @@ def exclude_from_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
         hooks = (p._backward_hooks or {}).values()
         if p.requires_grad and not any(getattr(hook, "func", None) is _mean for hook in hooks):
             p.register_hook(partial(_mean, ranks=len(own)))
+    for prefix, module in model.named_modules():
+        if isinstance(module, FrozenWeight):
+            ignored |= {f"{prefix}.{name}".removeprefix(".") for name, _ in module.named_buffers()}
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
     return model
 

@@ -58,6 +58,11 @@ class Holder:
         raise NotImplementedError
 
     @staticmethod
+    def frozen(module: Any) -> Sequence[Tensor]:
+        """Codes and scales that a module has in place of masters: no copies are made of them."""
+        return ()
+
+    @staticmethod
     def is_whole(module: Any, name: str, w: Tensor) -> bool:
         """Whether this rank has all of a weight that it multiplies, and not a shard of it."""
         return is_whole(w, None)
@@ -97,7 +102,7 @@ class Holder:
     @classmethod
     def shares(cls, module: Any) -> bool:
         """Whether forwards share copies within weights_unchanged()."""
-        return cls.options(module).precision.quantizes
+        return cls.options(module).precision.quantizes and not cls.frozen(module)
 
 
 class FP8Weights:
@@ -573,6 +578,8 @@ def in_words(module: Any) -> str:
     options = weights.holder.options(module)
     if not options.precision.quantizes:
         return "no FP8 copies"
+    if frozen := weights.holder.frozen(module):
+        return f"frozen FP8 codes, {sum(t.nbytes for t in frozen)} bytes"
     gathers = gathers_of(module)
     gathered = f"fully_shard gathers {'; '.join(map(str, gathers))}" if gathers else ""
     if gathers and not any(padding.masters_because for padding in gathers):
