@@ -222,7 +222,18 @@ def _without_other_ranks(experts: Any, ids: Tensor, number: int, comm: Any) -> T
     return ids
 
 
-def _has_codes(experts: Any) -> bool:
+def has_interface(module: nn.Module) -> bool:
+    """Whether transformers' decorator of experts has set the attributes that describe their weights."""
+    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def multiplies_codes(experts: Any) -> bool:
+    """Whether the experts compute by an implementation of `enable` whose recipe quantises."""
+    options = _options.get(_implementation_of(experts))
+    return options is not None and options.precision.quantizes
+
+
+def has_codes(experts: Any) -> bool:
     """Whether the parameters are a checkpoint's codes and scales, as `FP8Experts` has them."""
     return hasattr(experts, "down_proj_scale_inv")
 
@@ -236,17 +247,12 @@ def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
         arrays: Any = [a for q in records for a in (q.rowwise.data, q.rowwise.scales)]  # type: ignore[union-attr]
         return [t.data_ptr() for t in arrays] == [t.data_ptr() for t in given]
 
-    names = _first_of(experts), "down_proj"
+    names = first_of(experts), "down_proj"
     given = [getattr(experts, n + of) for n in names for of in ("", "_scale_inv")]
     kept = vars(experts).get("_fp8moe_records")
     if kept is not None and are_of_module(kept):
         return kept  # type: ignore[no-any-return]
-    if experts.activation_scheme != "dynamic":
-        raise _unsupported_codes(experts, f"activation_scheme {experts.activation_scheme!r}")
-    if experts.block_size is None or tuple(experts.block_size) != (128, 128):
-        raise _unsupported_codes(experts, f"block_size {experts.block_size}")
-    if given[0].dtype != torch.float8_e4m3fn or any(isinstance(t, DTensor) for t in given):
-        raise _unsupported_codes(experts, f"weights of {given[0].dtype} in a {type(given[0].data).__name__}")
+    check_codes(experts)
     w13, scales13, w2, scales2 = (t.detach() for t in given)
     halves, ffn = 1 + experts.has_gate, w2.shape[2]
     width = round_up_to_block(ffn)
@@ -262,6 +268,17 @@ def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
     if are_of_module(records):
         vars(experts)["_fp8moe_records"] = records
     return records
+
+
+def check_codes(experts: Any) -> None:
+    """Refuses experts in FP8 that are not in tiles of 128 x 128, or not whole."""
+    given = [getattr(experts, n + of) for n in (first_of(experts), "down_proj") for of in ("", "_scale_inv")]
+    if experts.activation_scheme != "dynamic":
+        raise _unsupported_codes(experts, f"activation_scheme {experts.activation_scheme!r}")
+    if experts.block_size is None or tuple(experts.block_size) != (128, 128):
+        raise _unsupported_codes(experts, f"block_size {experts.block_size}")
+    if given[0].dtype != torch.float8_e4m3fn or any(isinstance(t, DTensor) for t in given):
+        raise _unsupported_codes(experts, f"weights of {given[0].dtype} in a {type(given[0].data).__name__}")
 
 
 def _unsupported_codes(experts: nn.Module, what: str) -> NotImplementedError:
@@ -297,7 +314,7 @@ def _warn_after(method: str) -> None:
 def _check_model(model: nn.Module, name: str) -> None:
     """Warns if the model ignores the implementation; otherwise its experts' state dicts are checked."""
     modules = list(model.modules())
-    if experts := [m for m in modules if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]:
+    if experts := [m for m in modules if has_interface(m)]:
         for m in experts:  # these are set by the interface
             hooks = m._load_state_dict_pre_hooks.values()
             if refuse_codes not in [getattr(hook, "hook", None) for hook in hooks]:
@@ -328,7 +345,7 @@ _options: dict[str, LayerOptions] = {}
 
 
 def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, comm: Any = None) -> Tensor:
-    if _has_codes(experts):
+    if has_codes(experts):
         return _multiply_codes(experts, x, ids, probs, _options[name], comm)
     options = {**_options[name].arguments, "activation": activation_of(experts)}
     masters = _OfExperts.masters(experts)
@@ -363,7 +380,7 @@ def _as_operands(
     return reorder(w13) if _is_interleaved(experts) else w13, w2
 
 
-def _first_of(experts: Any) -> str:
+def first_of(experts: Any) -> str:
     """The name of the parameter that is w13."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
@@ -377,7 +394,7 @@ class _OfExperts(Holder):
 
     @staticmethod
     def masters(module: Any) -> dict[str, Tensor]:
-        first = _first_of(module)
+        first = first_of(module)
         return {first: getattr(module, first), "down_proj": module.down_proj}
 
     @staticmethod
@@ -412,8 +429,7 @@ def _implementation_of(experts: Any) -> str:
 
 
 def _holder_of(module: nn.Module) -> type[Holder] | None:
-    known = hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # set by transformers' decorator
-    known = known and not _has_codes(module)  # of which none are made
+    known = has_interface(module) and not has_codes(module)  # of which none are made
     return _OfExperts if known and _implementation_of(module) in _options else None
 
 
@@ -474,7 +490,7 @@ def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> s
     if len(adapters) != 1 or name not in _options or is_parametrized(experts):
         return None
     options, number = _options[name], getattr(wrapper, "num_experts", 1)
-    first = _first_of(experts)
+    first = first_of(experts)
     weights = [getattr(experts, n) for n in (first, "down_proj")]
     of_experts = wrapper.parameter_name in (first, "down_proj") and {number} == {len(w) for w in weights}
     biases = [getattr(experts, f"{first}_bias")] if getattr(experts, "has_bias", False) else []
@@ -493,7 +509,7 @@ def _lora_of(experts: Any) -> tuple[LoRA | None, LoRA | None] | None:
 
 def _adapter_of(experts: Any, served: dict[str, Any], place: int) -> LoRA | None:
     """The adapter of w13 or of w2."""
-    name = "down_proj" if place else _first_of(experts)
+    name = "down_proj" if place else first_of(experts)
     if name not in served:
         return None
     wrapper, adapter = served[name]

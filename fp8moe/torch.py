@@ -14,6 +14,7 @@ from fp8moe.adapters.torch.functional import moe_experts, moe_experts_permuted
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.lora import LoRA
 from fp8moe.adapters.torch.memory import memory
+from fp8moe.adapters.torch.merge import MergeReport, merge_lora
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.ops import (
     as_float8,
@@ -54,6 +55,7 @@ __all__ = [
     "LayerStats",
     "LoRA",
     "LoadPlanner",
+    "MergeReport",
     "ProcessGroup",
     "RankLost",
     "Router",
@@ -67,6 +69,7 @@ __all__ = [
     "gather_fp8",
     "grouped_gemm",
     "memory",
+    "merge_lora",
     "model_report",
     "moe_experts",
     "moe_experts_permuted",

@@ -4,9 +4,11 @@ Needs ``pip install 'fp8moe[transformers]'``.
 """
 
 from fp8moe.adapters.transformers import FP8WeightsCallback, activation_of, enable
+from fp8moe.adapters.transformers_export import export
 
 __all__ = [
     "FP8WeightsCallback",
     "activation_of",
     "enable",
+    "export",
 ]

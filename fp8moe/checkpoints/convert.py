@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 import fp8moe
 from fp8moe.checkpoints.shards import (
     INDEX,
+    Plan,
     Tensor,
     Writer,
     read_checkpoint,
@@ -298,9 +299,19 @@ def _quantization(
                     "wanted a list without them"
                 )
             skipped.remove(key)
-    others = (n for n, x in every.items() if len(x.shape) == 2 and n not in weights and x.dtype in PLAIN)
-    names = sorted(n.removesuffix(".weight") for n in others if n.endswith(".weight"))
-    skipped += [name for name in names if name not in skipped]
+    others = unquantized((n, x.dtype, x.shape) for n, x in every.items() if n not in weights)
+    return settings_of(to, [*skipped, *(name for name in others if name not in skipped)], found)
+
+
+def unquantized(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[str]:
+    """The modules with a matrix in a plain dtype, of tensors by name, dtype and shape."""
+    plain = (name for name, dtype, shape in tensors if len(shape) == 2 and dtype in PLAIN)
+    return sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
+
+
+def settings_of(to: str, skipped: list[str], found: dict[str, Any]) -> dict[str, Any]:
+    """``quantization_config`` of experts in a form, and of all modules but those skipped; found: of the
+    weights before."""
     settings = {"activation_scheme": "dynamic", "fmt": "e4m3", **QUANTIZATION[to]}
     if found.get("quant_method") == QUANTIZATION[to]["quant_method"]:
         settings = found
@@ -321,9 +332,6 @@ def _names(weight: Weight) -> tuple[str, str]:
     name = weight.tensor.name.removesuffix("_blocks")
     kind = 0 if weight.experts is None else 1
     return name, name.removesuffix(SCALES[kind][0]) + SCALES[kind][1]
-
-
-Plan = list[tuple[str, str, tuple[int, ...], int]]
 
 
 def _plan(tensors: dict[str, Tensor], weights: dict[str, Weight], scales: set[str], to: str) -> Plan:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -136,14 +137,15 @@ def read_checkpoint(folder: Path) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+#: name, dtype, shape and size in bytes of each tensor of a file
+Plan = list[tuple[str, str, tuple[int, ...], int]]
+
+
 class Writer:
     """A file that is written under a temporary name, tensor by tensor or in parts of several at a time, and
     takes its name once all bytes on the disk are those that were written."""
 
-    def __init__(
-        self, path: Path, tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
-    ):
-        """tensors: name, dtype, shape and size in bytes of each."""
+    def __init__(self, path: Path, tensors: Plan, metadata: dict[str, str]):
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
         header: dict[str, Any] = {"__metadata__": metadata}
         self._left: dict[str, int] = {}
@@ -197,3 +199,67 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+class Group(NamedTuple):
+    """Tensors of a checkpoint that are made together, by a function that gives them in their order."""
+
+    plan: Plan
+    make: Callable[[], Iterable[tuple[str, np.ndarray]]]
+
+
+def write_checkpoint(folder: Path, groups: list[Group], texts: dict[str, str], most: int) -> None:
+    """Write a checkpoint, a group at a time, in files of at most ``most`` bytes, or of one tensor, and then
+    the other files, in their order. After an error nothing of it is left.
+
+    Raises ValueError for a folder that has a checkpoint.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    there = [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".partial")]
+    there += [name for name in (INDEX, *texts) if (folder / name).exists()]
+    if there:
+        raise ValueError(f"folder: got {folder} with {min(there)}; wanted a new folder")
+    plan = [tensor for group in groups for tensor in group.plan]
+    files: list[Plan] = [[]]
+    size = 0
+    for tensor in plan:
+        if files[-1] and size + tensor[3] > most:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor[3]
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = [SINGLE] if len(files) == 1 else names
+    places = {tensor[0]: i for i, tensors in enumerate(files) for tensor in tensors}
+    if len(places) != len(plan):
+        names = sorted(tensor[0] for tensor in plan)
+        twice = next(name for name, after in pairwise(names) if name == after)
+        raise ValueError(f"{twice}: got two tensors of this name; wanted one")
+    writer = None
+    try:
+        current = -1
+        for group in groups:
+            for (name, *_), (given, data) in zip(group.plan, group.make(), strict=True):
+                if places[name] != current:
+                    if writer is not None:
+                        writer.finish()
+                    current = places[name]
+                    writer = Writer(folder / names[current], files[current], {"format": "pt"})
+                writer.write(given, data)  # type: ignore[union-attr]
+        if writer is not None:
+            writer.finish()
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor[3] for tensor in plan)},
+                "weight_map": {name: names[i] for name, i in sorted(places.items())},
+            }
+            write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        for name, text in texts.items():
+            write_text(folder / name, text)
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        for name in (*names, INDEX, *texts):
+            for path in (folder / name, folder / f".{name}.partial"):
+                path.unlink(missing_ok=True)
+        raise

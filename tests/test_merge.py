@@ -1,0 +1,145 @@
+"""Adapters merged into weights, against float64 and NumPy's own rounding to e4m3."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fp8moe  # noqa: E402
+from fp8moe.torch import LoRA, merge_lora, quantize_weights  # noqa: E402
+
+E, N, K, R = 3, 256, 160, 6
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def a_base(scales="float32"):
+    """Codes with scales that are no powers of two; every tile has its largest code."""
+    codes = torch.randn(E, N, K).mul(40).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes[:, ::128, ::128] = 448.0
+    factors = torch.rand(E, 2, 2) + 0.2
+    if scales == "tiny":
+        factors = factors * 2.0**-126
+    return fp8moe.from_block_fp8(codes.view(torch.uint8), factors)
+
+
+def an_adapter(size):
+    return LoRA(torch.randn(E, R, K), torch.randn(E, N, R) * size, scaling=0.7)
+
+
+def tiles(x):
+    return np.repeat(np.repeat(x.double().numpy(), 128, 1), 128, 2)[:, :N, :K]
+
+
+def values(q):
+    return q.data.numpy().view(E4M3).astype(np.float64) * tiles(q.scales)
+
+
+def sum_of(w, lora):
+    added = 0.7 * (lora.b.double() @ lora.a.double()).numpy()
+    return np.where(added == 0, w, w + added)  # with the sign of a zero
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 3.0, 300.0])
+@pytest.mark.parametrize("scales", ["float32", "tiny"])
+def test_merged_codes(size, scales):
+    """Scales grow by powers of two, no further than the sums need; codes are the nearest; what no adapter
+    changes keeps its code."""
+    base, lora = a_base(scales), an_adapter(size)
+    before = base.rowwise.data.clone()
+    merged, report = merge_lora(base, lora)
+    assert torch.equal(base.rowwise.data, before)
+    exact, factors = sum_of(values(base.rowwise), lora), merged.rowwise.scales
+    doublings = np.log2((factors.double() / base.rowwise.scales.double()).numpy())
+    largest = np.zeros((E, 2, 2))
+    for i in range(2):
+        for j in range(2):
+            largest[:, i, j] = abs(exact[:, 128 * i : 128 * i + 128, 128 * j : 128 * j + 128]).max((1, 2))
+    assert (largest <= 464 * factors.double().numpy()).all()
+    grown = doublings > 0
+    assert (doublings == np.floor(doublings)).all()
+    assert (doublings >= 0).all()
+    assert (largest > 464 * factors.double().numpy() / 2)[grown].all()
+    if size != 3:  # of sums about as large as the codes' own values, some tiles'
+        assert grown.any() == (size > 3 or (scales == "tiny" and size > 0))
+    wanted = np.clip(exact / tiles(factors), -448, 448).astype(np.float32).astype(E4M3)
+    np.testing.assert_array_equal(merged.rowwise.data.numpy(), wanted.view(np.uint8))
+    transposed = merged.columnwise.data.transpose(1, 2).contiguous()
+    assert torch.equal(transposed, merged.rowwise.data)
+    if size == 0:
+        assert torch.equal(merged.rowwise.data, before)
+        assert (report.rounding, report.adapter) == (0, 0)
+    norm = np.linalg.norm(exact)
+    # sums of float64 in another order
+    error = np.linalg.norm(values(merged.rowwise) - exact) / norm
+    assert report.rounding == pytest.approx(error, rel=1e-9)
+    added = sum_of(np.zeros((E, N, K)), lora)
+    assert report.adapter == pytest.approx(np.linalg.norm(added) / norm, rel=1e-9)
+    assert report.saturated == (abs(exact / tiles(factors)) > 448).sum()
+
+
+def test_rounding_is_less_than_of_new_codes():
+    """Of codes whose scales are kept, a small adapter's rounding is at most the adapter itself."""
+    base, lora = a_base(), an_adapter(1e-4)
+    merged, report = merge_lora(base, lora)
+    exact = sum_of(values(base.rowwise), lora)
+    anew = quantize_weights(torch.from_numpy(exact).float()).rowwise
+    assert report.rounding <= report.adapter * (1 + 1e-9)  # sums of float64
+    assert np.linalg.norm(values(anew) - exact) > 10 * np.linalg.norm(values(merged.rowwise) - exact)
+    assert "of the adapter; 0 values saturated" in str(report).replace(
+        f"{report.saturated} values", "0 values"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_merged_values(dtype):
+    """Rounded once."""
+    w, lora = torch.randn(E, N, K).to(dtype), an_adapter(0.1)
+    merged, report = merge_lora(w, lora)
+    exact = torch.from_numpy(sum_of(w.double().numpy(), lora))
+    assert torch.equal(merged, exact.to(dtype))
+    assert merged.dtype == dtype
+    error = (merged.double() - exact).norm() / exact.norm()
+    assert report.rounding == pytest.approx(error.item(), rel=1e-9)
+    assert report.saturated == 0
+
+
+def test_padded_weights():
+    """Adapters of 96 rows of gate and of up beside codes that are padded to 128, and w2's columns."""
+    w13, w2 = torch.randn(E, 192, K), torch.randn(E, K, 96)
+    codes13, codes2 = fp8moe.torch.quantize_fp8_weights(w13, w2)
+    first = LoRA(torch.randn(E, R, K), torch.randn(E, 192, R))
+    second = LoRA(torch.randn(E, R, 96), torch.randn(E, K, R))
+    merged, _ = merge_lora(codes13, first, parts=2)
+    gates, ups = merged.rowwise.data.unflatten(1, (2, 128)).unbind(1)
+    wide = fp8moe.dequantize(codes13.rowwise)
+    wide = torch.cat((wide[:, :96], wide[:, 128:224]), 1)
+    found = fp8moe.dequantize(merged.rowwise)
+    found = torch.cat((found[:, :96], found[:, 128:224]), 1)
+    exact = wide + first.b @ first.a
+    assert (found - exact).norm() <= 2**-4 * exact.norm()
+    assert not gates[:, 96:].any()
+    assert not ups[:, 96:].any()
+    merged, _ = merge_lora(codes2, second)
+    assert not merged.rowwise.data[:, :, 96:].any()
+    with pytest.raises(ValueError, match=r"lora: b: got shape \[3, 192, 6\]; wanted \[3, 256, 6\]"):
+        merge_lora(codes13, first)
+
+
+@pytest.mark.parametrize("wrong", ["weight", "a", "b"])
+def test_what_is_not_finite_is_refused(wrong):
+    base, lora = a_base(), an_adapter(1.0)
+    broken = {"weight": base.rowwise.scales, "a": lora.a, "b": lora.b}[wrong]
+    broken[1, 0, 0] = float("inf")
+    with pytest.raises(ValueError, match="w: got NaN or infinity in the weight or its adapter"):
+        merge_lora(base, lora)
+
+
+def test_wrong_kinds():
+    lora = an_adapter(1.0)
+    with pytest.raises(TypeError, match=r"lora: got tuple; wanted fp8moe\.torch\.LoRA"):
+        merge_lora(torch.ones(E, N, K), (lora.a, lora.b))
+    with pytest.raises(TypeError, match=r"w: got torch\.int64; wanted a floating-point tensor"):
+        merge_lora(torch.ones(E, N, K).long(), lora)
+    with pytest.raises(ValueError, match=r"lora: a: got shape \[3, 6, 160\]; wanted \[3, 6, 128\]"):
+        merge_lora(torch.ones(E, N, 128), lora)
