@@ -467,6 +467,34 @@ def _serve_peft() -> None:
 
     activate.__module__ = __name__
     wrapper._activate_lora = activate
+    _refuse_merges_into_codes()
+
+
+def _refuse_merges_into_codes() -> None:
+    """Lets PEFT refuse to merge into FP8 codes before it has merged into other layers."""
+    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    original = getattr(tuner, "_check_merge_allowed", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def check(self: Any) -> None:
+        for name, layer in self.model.named_modules():
+            if not (hasattr(layer, "base_layer") and hasattr(layer, "merged_adapters")):
+                continue
+            own = getattr(layer, "parameter_name", "weight")
+            w = getattr(layer.get_base_layer(), own, None)
+            if isinstance(w, Tensor) and w.dtype.is_floating_point and w.dtype.itemsize == 1:
+                place = ".".join([part for part in name.split(".") if part != "base_layer"] + [own])
+                raise NotImplementedError(
+                    f"{place}: got adapters to merge into {w.dtype}, codes whose scales PEFT does not know; "
+                    "wanted weights; call fp8moe.transformers.export(model, folder), which merges them into "
+                    "the checkpoint that it writes, or load the model with "
+                    "quantization_config=FineGrainedFP8Config(dequantize=True)"
+                )
+        original(self)
+
+    tuner._check_merge_allowed = check
 
 
 def _activated_inside(wrapper: Any, experts: nn.Module) -> Iterator[tuple[Any, nn.Module, list[str]]]:

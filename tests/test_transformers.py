@@ -759,7 +759,7 @@ def test_other_experts_in_fp8_are_refused(changed, message):
 
 def test_adapters_beside_experts_in_fp8():
     """PEFT's target_parameters, against float64 with the values of the codes. A weight that PEFT computes
-    would be codes plus B A, without their scales; merging is refused by torch."""
+    would be codes plus B A, without their scales."""
     peft = pytest.importorskip("peft")
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
@@ -796,7 +796,7 @@ def test_adapters_beside_experts_in_fp8():
     kept = [p for n, p in model.named_parameters() if "lora" not in n]
     for p, old in zip(kept, before, strict=True):
         assert torch.equal(p.view(torch.uint8), old.view(torch.uint8))
-    with pytest.raises(RuntimeError, match="Float8"):
+    with pytest.raises(RuntimeError, match="Float8"):  # torch's; models refuse it by name
         wrappers["down_proj"].merge()
     for wrapper in wrappers.values():
         wrapper.update_layer("second", 6, 12, config)

@@ -493,3 +493,44 @@ def test_sizes_that_engines_refuse_are_named(tmp_path):
         UserWarning, match=r"experts: got matrices of 384 x 192, no multiples of 128, which vLLM"
     ):
         export(model_of(moe_intermediate_size=192), tmp_path / "out")
+
+
+@pytest.mark.parametrize("target", ["experts", "FP8Linear"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [("merge_adapter", {}), ("merge_and_unload", {}), ("merge_and_unload", {"safe_merge": True})],
+)
+def test_peft_does_not_merge_into_codes(tmp_path, in_codes, how, options, target):
+    """It would add to codes, whatever their scales are. Refused before other layers are merged."""
+    export(model_of(), tmp_path / "base")
+    model = in_codes(tmp_path / "base")
+    name = "model.layers.0.mlp.experts.down_proj"
+    if target == "FP8Linear":
+        from transformers.integrations.finegrained_fp8 import FP8Linear
+
+        name = "model.layers.1.self_attn.v_proj.weight"
+        linear = FP8Linear(H, 64, block_size=(128, 128))
+        linear.weight.data = torch.randn(64, H).to(torch.float8_e4m3fn)
+        linear.weight_scale_inv.data = torch.rand(1, 3) + 0.1
+        model.set_submodule("model.layers.1.self_attn.v_proj", linear)
+        model = adapted(model, target_modules=["q_proj", "v_proj"], target_parameters=None)
+    else:
+        model = adapted(model)
+    before = {n: bits(w).clone() for n, w in model.state_dict().items()}
+    with pytest.raises(NotImplementedError, match=rf"{name}: got adapters .* fp8moe\.transformers\.export\("):
+        getattr(model, how)(**options)
+    assert all(torch.equal(bits(w), before[n]) for n, w in model.state_dict().items())
+    assert export(model, tmp_path / "out")
+    if target == "FP8Linear":  # a matrix of its own, with tiles
+        every = read(tmp_path / "out")
+        matrices = [
+            model.state_dict()[f"base_model.model.{name[:-7]}.lora_{s}.default.weight"].double() for s in "BA"
+        ]
+        w, scales = (every[f"{name}{of}"] for of in ("", "_scale_inv"))
+        old = linear.weight.double() * tiles(linear.weight_scale_inv[None], (1, 64, H))[0]
+        exact = old + 1.5 * matrices[0] @ matrices[1]
+        factors = tiles(scales[None], (1, 64, H))[0]
+        wanted = (exact / factors).clamp(-448, 448).float().numpy().astype(ml_dtypes.float8_e4m3fn)
+        assert (bits(w).numpy() != wanted.view(np.uint8)).mean() < 1e-4
+        settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+        assert name[:-7] not in settings["ignored_layers"]
