@@ -6,6 +6,8 @@ Needs ``pip install 'fp8moe[torch]'``. DeepGEMM, DeepEP and symmetric memory are
 from fp8moe.adapters.torch.accumulation import set_fuse_wgrad_accumulation
 from fp8moe.adapters.torch.adamw import AdamW
 from fp8moe.adapters.torch.deepgemm import deepgemm_grouped_gemm
+from fp8moe.adapters.torch.diagnose import diagnose
+from fp8moe.adapters.torch.diagnosis import Diagnosis, GradientDiagnosis, LayerDiagnosis, TensorDiagnosis
 from fp8moe.adapters.torch.distributed.deep_ep import DeepEPEngine, DeepEPRoute
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, RankLost
 from fp8moe.adapters.torch.distributed.symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
@@ -51,7 +53,10 @@ __all__ = [
     "AdamW",
     "DeepEPEngine",
     "DeepEPRoute",
+    "Diagnosis",
     "FP8FlowMoE",
+    "GradientDiagnosis",
+    "LayerDiagnosis",
     "LayerStats",
     "LoRA",
     "LoadPlanner",
@@ -60,11 +65,13 @@ __all__ = [
     "RankLost",
     "Router",
     "SymmetricMemory",
+    "TensorDiagnosis",
     "TensorStats",
     "as_float8",
     "clip_grad_norm_",
     "deepgemm_grouped_gemm",
     "dequantize",
+    "diagnose",
     "exclude_from_ddp",
     "gather_fp8",
     "grouped_gemm",

@@ -33,7 +33,7 @@ from fp8moe.adapters.torch.library import (
 )
 from fp8moe.adapters.torch.main_grad import main_grads_of, wants_zeros
 from fp8moe.adapters.torch.operands import Operands, codes_now
-from fp8moe.adapters.torch.stats import Collector
+from fp8moe.adapters.torch.stats import Collector, observers
 from fp8moe.layer.options import LayerOptions
 from fp8moe.layer.recipes import GRADIENTS
 from fp8moe.runtime import checks, interop
@@ -197,7 +197,7 @@ def like_of(
 ) -> Like | None:
     """None for a call that has to be looked at as a whole. how: its other arguments. leaves: w1, w3, w2 and
     bias13. codes: two `Quantized` that the GEMMs read in place of w1, w3 and w2."""
-    if type(x) not in PLAIN or dispatch_modes() or checks.reads_values():
+    if type(x) not in PLAIN or dispatch_modes() or checks.reads_values() or observers:
         return None
     if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
         return None

@@ -32,7 +32,7 @@ from fp8moe.adapters.torch.operands import (
     round_up_to_block,
 )
 from fp8moe.adapters.torch.operation import check_float, check_tensor, refuse_transforms
-from fp8moe.adapters.torch.stats import Collector
+from fp8moe.adapters.torch.stats import Collector, observer
 from fp8moe.adapters.torch.weights import copies_of_function, share_copies
 from fp8moe.layer.moe import experts_of
 from fp8moe.layer.options import LayerOptions
@@ -448,7 +448,9 @@ def apply_experts(
         check_gathers_bias(comm)
         announced = {"gathers_bias": True}
     exchange: dict[str, Any] = {"comm": comm, "align_size": align_size, "announced": announced}
-    if lora is not None:
+    if (observed := observer()) is not None:
+        y = observed(rows, weights, ids, probs, options, align_size, comm, lora)
+    elif lora is not None:
         y = experts_with_lora(rows, weights, ids, probs, options, lora)
     elif suits_public_operations(rows, weights, options, comm):
         y = by_public_operations(rows, weights, ids, probs, options, **exchange)

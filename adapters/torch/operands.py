@@ -63,7 +63,7 @@ def operands_of(
         wide = torch.float64 if not recipe.quantizes and weights[1].dtype == torch.float64 else torch.float32
         bias13 = padded(bias13.to(wide), 1, halves, missing).contiguous()
     if not recipe.gradient_in_parts:
-        weights = _joined_weights(weights, halves, missing)
+        weights = joined_weights(weights, halves, missing)
     elif missing:
         ffn = width
     if not recipe.quantizes:
@@ -286,7 +286,7 @@ def ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
     return getattr(w2, "shape", (None,))[-1]
 
 
-def _joined_weights(weights: list[Any], halves: int, missing: int) -> list[Any]:
+def joined_weights(weights: list[Any], halves: int, missing: int) -> list[Any]:
     """w13 [E, 2F, H] in one tensor and w2 [E, H, F], with F padded by ``missing``."""
     w13, w2 = weights
     if isinstance(w13, tuple):

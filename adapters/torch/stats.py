@@ -6,6 +6,8 @@ each tensor twice more and is therefore optional (`fp8moe.torch.FP8FlowMoE.colle
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,15 @@ from fp8moe.expert_parallel.protocols import Route
 from fp8moe.formats import FORMATS
 
 __all__ = ["LayerStats", "TensorStats", "tensor_stats"]
+
+#: what computes the experts in place of this library, by thread: `fp8moe.torch.diagnose`, while it runs
+observers: dict[int, Callable[..., Tensor]] = {}
+
+
+def observer() -> Callable[..., Tensor] | None:
+    """That of this thread; compiled code has none."""
+    return observers.get(threading.get_ident()) if observers else None
+
 
 FORMAT = "e4m3"  # format of activations and gradients in the FP8 recipes, with blocks of (1, 128)
 

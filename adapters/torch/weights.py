@@ -31,6 +31,7 @@ from fp8moe.adapters.torch.gathered import gathers_of, is_gathered
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.operation import refuse_partitioned
 from fp8moe.adapters.torch.sharding import engine_of, is_whole
+from fp8moe.adapters.torch.stats import observer
 from fp8moe.layer.options import LayerOptions
 from fp8moe.runtime.record_trees import arrays_in
 from fp8moe.runtime.scopes import Opening, Scope
@@ -346,7 +347,7 @@ def codes_of(
     first GEMM. first: the forward's ``is_first_microbatch``."""
     weights = weights_of(module)
     holder, renewed = weights.holder, weights.holder.renewed
-    if not holder.options(module).precision.quantizes:
+    if not holder.options(module).precision.quantizes or observer() is not None:
         return None
     if torch.compiler.is_compiling():
         return weights.of_compiled_forward(masters, None if renewed else first)
@@ -667,7 +668,7 @@ def copies_of_function(
 ) -> tuple[Quantized, Quantized] | None:
     """The copies that an eager call of a function reads, where an open context or ``first``, its
     ``is_first_microbatch``, says how long its weights are unchanged; None: it makes its own."""
-    if first is None and not share_copies():
+    if (first is None and not share_copies()) or observer() is not None:
         return None
     if is_gathered(w13) or is_gathered(w2):  # as in `codes_of`
         return None

@@ -139,7 +139,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             values = raw_dequantize(h) if isinstance(h, QuantTensor) else h
             rowwise = _activate(values, saved.probs, plan, options.activation)
             del values
-        a = raw_scaling_aware_transpose(rowwise, **placed, target=_TARGET)
+        a = raw_scaling_aware_transpose(rowwise, **placed, target=TARGET)
         del rowwise
     if of_h(gradients):
         # dy is FP8 already: cast 2
@@ -173,14 +173,14 @@ def _backward_weight_fp8_flow(options, plan, operands, dw13, dw2, dtype, ffn):  
     offsets, a, dh = plan.expert_offsets, operands.pop("a"), operands.pop("dh")
     gemm = {"dtype": dtype, "tokens_per_expert": int32_counts(plan), **options.gemm}
     if a is not None:
-        transposed = permute_transpose(operands.pop("dy"), plan, target=_TARGET)
+        transposed = permute_transpose(operands.pop("dy"), plan, target=TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
         dw2 = raw_grouped_gemm_wgrad(transposed, a, offsets, dw2, **gemm)
         del transposed
     del a
     if dh is None:
         return None, dw2
-    transposed = permute_transpose(operands.pop("x"), plan, target=_TARGET)
+    transposed = permute_transpose(operands.pop("x"), plan, target=TARGET)
     count = len(dw13) if isinstance(dw13, tuple) else options.activation.columns(1) if ffn else 1
     width = dh.shape[1] // count
     parts = [columns_of(dh, i * width, ffn or width) for i in range(count)]
@@ -197,7 +197,7 @@ def _activate(h, probs, plan, activation, codes=None):  # type: ignore[no-untype
 
 # One scale per tile, as in the paper's transpose. One scale per column would keep the last bits of values of
 # at most 2^-15 of their tile's maximum, but make the weight gradients 20 % slower.
-_TARGET = "block"
+TARGET = "block"
 
 
 def _forward_fp8_blockwise(x, w13, w2, bias13, plan, probs, options, gradients):  # type: ignore[no-untyped-def]
@@ -239,11 +239,11 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
 def _backward_weight_fp8_blockwise(options, plan, operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
     gemm = {"dtype": dtype, **options.gemm}
     if operands["a"] is not None:
-        columnwise = _requantize(operands.pop("dy")), _requantize(operands.pop("a"))  # casts 5 to 8
+        columnwise = requantize(operands.pop("dy")), requantize(operands.pop("a"))  # casts 5 to 8
         dw2 = raw_grouped_gemm_wgrad(*columnwise, plan.expert_offsets, dw2, **gemm)
         del columnwise
     if operands["dh"] is not None:
-        columnwise = _requantize(operands.pop("dh")), _requantize(operands.pop("x"))  # casts 9 to 12
+        columnwise = requantize(operands.pop("dh")), requantize(operands.pop("x"))  # casts 9 to 12
         dw13 = raw_grouped_gemm_wgrad(*columnwise, plan.expert_offsets, dw13, **gemm)
     return dw13, dw2
 
@@ -253,7 +253,7 @@ def _quantized(x: Any) -> QuantTensor:
     return x if isinstance(x, QuantTensor) else raw_quantize(x)  # type: ignore[no-any-return]
 
 
-def _requantize(q: Any) -> QuantTensor:
+def requantize(q: Any) -> QuantTensor:
     """Row-wise to column-wise by dequantising and quantising. Experts and blocks both start at multiples of
     128."""
     return raw_quantize(raw_dequantize(q, dtype="bfloat16"), block=(128, 1))
