@@ -666,6 +666,78 @@ def module(comm):
             ours(x[own])
 
 
+def frozen(comm):
+    """Experts that exist as FP8 codes only: each rank has records of its own, and state dicts have DTensors
+    of all. Compared with a layer that has all experts."""
+    group = dist.group.WORLD if type(comm) is ProcessGroup else comm
+    rng = np.random.default_rng(5)
+    weights = (rng.standard_normal(s).astype(np.float32) / 16 for s in ((E, 2 * F, H), (E, H, F)))
+    records = [put(fp8moe.quantize_weights(w, columnwise=False)) for w in weights]
+    here = slice(2 * RANK, 2 * RANK + 2)
+    own = [map_arrays(lambda a: a[here].clone(), q) for q in records]
+    torch.manual_seed(3)
+    alone = FP8FlowMoE.from_quantized(*records, 2)
+
+    def over_ranks(records=own, **options):
+        given = {"num_experts": E, "process_group": group} | options
+        return FP8FlowMoE.from_quantized(*records, 2, **given)
+
+    def held(layer):
+        return [t._local_tensor.clone() for t in layer.buffers()]
+
+    ours = over_ranks()
+    ours.load_state_dict(alone.state_dict())
+    bytes_of_rank = held(ours)
+    for t, whole_t in zip(bytes_of_rank, alone.buffers(), strict=True):
+        assert torch.equal(t, whole_t[here])
+    x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
+    start = sum(COUNTS[:RANK])
+    rows = slice(start, start + COUNTS[RANK])
+    x_alone, x_ours = x.clone().requires_grad_(), x[rows].clone().requires_grad_()
+    y_alone = alone(x_alone)
+    y_alone.backward(dy)
+    wrapped = torch.nn.parallel.DistributedDataParallel(
+        torch_sharding.exclude_from_ddp(
+            torch.nn.Sequential(torch.nn.Linear(H, H, device=DEVICE), over_ranks())
+        )
+    )
+    wrapped(x[rows]).sum().backward()
+    for layer in (
+        ours,
+        copy.deepcopy(ours),
+        pickle.loads(pickle.dumps(ours)),
+        ours.to(DEVICE).bfloat16().float(),
+    ):
+        layer.zero_grad(), setattr(x_ours, "grad", None)
+        y = layer(x_ours)
+        y.backward(dy[rows])
+        for a, b in ((y, y_alone[rows]), (x_ours.grad, x_alone.grad[rows])):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * b.abs().max().item())
+        assert all(map(torch.equal, held(layer), bytes_of_rank))
+    summed = ours.router.weight.grad.to_local()
+    torch.testing.assert_close(summed, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
+    state = ours.state_dict()
+    assert state["w2.weight"].dtype == torch.float8_e4m3fn
+    assert state["w2.weight"].shape == (E, H, F)
+    dcp.save(state, checkpoint_id=f"{FILE}-frozen")
+    empty = [map_arrays(torch.zeros_like, q) for q in own], [map_arrays(torch.zeros_like, q) for q in records]
+    others = over_ranks(empty[0]), FP8FlowMoE.from_quantized(*empty[1], 2)
+    for other, wanted in zip(others, (bytes_of_rank, [*alone.buffers()]), strict=True):
+        dcp.load(other.state_dict(), checkpoint_id=f"{FILE}-frozen", planner=torch_sharding.LoadPlanner())
+        got = held(other) if other is others[0] else [*other.buffers()]
+        assert all(map(torch.equal, got, wanted))
+    plain = {n: t.to_local() if hasattr(t, "to_local") else t for n, t in state.items()}
+    others[0].load_state_dict(plain)  # of this rank's experts
+    assert all(map(torch.equal, held(others[0]), bytes_of_rank))
+    mesh = init_device_mesh(DEVICE, (1, WORLD), mesh_dim_names=("dp", "ep"))
+    sharded = fully_shard(over_ranks(process_group=mesh["ep"]), mesh=mesh["dp"])
+    sharded.load_state_dict({n: t for n, t in plain.items() if "router" not in n}, strict=False)
+    sharded(x[rows]).sum().backward()
+    assert all(map(torch.equal, held(sharded), bytes_of_rank))
+    with pytest.raises(ValueError, match=r"w13.weight: got shape .* wanted \[1, "):
+        over_ranks(num_experts=2)
+
+
 def seeded(recipe="fp8_flow", device=DEVICE, **options):
     torch.manual_seed(3)
     return FP8FlowMoE(H, F, 8, 2, recipe=recipe, device=device, **options)
@@ -1044,6 +1116,7 @@ cases = {
         refusals,
         same_backward,
         module,
+        frozen,
         saved,
         loaded,
         composed,

@@ -61,7 +61,7 @@ def together(world, arguments, limit):
     ("cases", "world"),
     [
         (
-            "layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel,together,composed",
+            "layers,bounded,chunks,rows,refusals,same_backward,module,frozen,copied,changed,data_parallel,together,composed",
             2,
         ),
         ("layers,rows,same_backward,composed", 4),
