@@ -247,8 +247,7 @@ def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
         arrays: Any = [a for q in records for a in (q.rowwise.data, q.rowwise.scales)]  # type: ignore[union-attr]
         return [t.data_ptr() for t in arrays] == [t.data_ptr() for t in given]
 
-    names = first_of(experts), "down_proj"
-    given = [getattr(experts, n + of) for n in names for of in ("", "_scale_inv")]
+    given = _codes_of(experts)
     kept = vars(experts).get("_fp8moe_records")
     if kept is not None and are_of_module(kept):
         return kept  # type: ignore[no-any-return]
@@ -272,13 +271,19 @@ def _records_of(experts: Any) -> tuple[Quantized, Quantized]:
 
 def check_codes(experts: Any) -> None:
     """Refuses experts in FP8 that are not in tiles of 128 x 128, or not whole."""
-    given = [getattr(experts, n + of) for n in (first_of(experts), "down_proj") for of in ("", "_scale_inv")]
+    given = _codes_of(experts)
     if experts.activation_scheme != "dynamic":
         raise _unsupported_codes(experts, f"activation_scheme {experts.activation_scheme!r}")
     if experts.block_size is None or tuple(experts.block_size) != (128, 128):
         raise _unsupported_codes(experts, f"block_size {experts.block_size}")
     if given[0].dtype != torch.float8_e4m3fn or any(isinstance(t, DTensor) for t in given):
         raise _unsupported_codes(experts, f"weights of {given[0].dtype} in a {type(given[0].data).__name__}")
+
+
+def _codes_of(experts: Any) -> list[Tensor]:
+    """The parameters of an `FP8Experts`: codes and scales of w13, then of w2."""
+    names = first_of(experts), "down_proj"
+    return [getattr(experts, n + of) for n in names for of in ("", "_scale_inv")]
 
 
 def _unsupported_codes(experts: nn.Module, what: str) -> NotImplementedError:
@@ -423,14 +428,23 @@ class _OfExperts(Holder):
         return cls.computes(module) and super().shares(module) and not is_parametrized(module)
 
 
+class _OfCodes(_OfExperts):
+    """`FP8Experts`, of whose weights no copies are made."""
+
+    @staticmethod
+    def frozen(module: Any) -> Sequence[Tensor]:
+        return _codes_of(module)
+
+
 def _implementation_of(experts: Any) -> str:
     own = getattr(experts, "_fp8moe_implementation", None)  # of its expert parallelism
     return getattr(experts.config, "_experts_implementation", "") if own is None else own
 
 
 def _holder_of(module: nn.Module) -> type[Holder] | None:
-    known = has_interface(module) and not has_codes(module)  # of which none are made
-    return _OfExperts if known and _implementation_of(module) in _options else None
+    if not has_interface(module) or _implementation_of(module) not in _options:
+        return None
+    return _OfCodes if has_codes(module) else _OfExperts
 
 
 holders_of_others.append(_holder_of)

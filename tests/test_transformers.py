@@ -693,7 +693,8 @@ def test_experts_in_fp8_are_multiplied_as_they_are(ffn, scale_fmt):
     assert [p.grad for p in experts.parameters()] == [None] * 4
     with fp8moe.torch.weights_unchanged(experts):
         assert torch.equal(experts(x, ids, probs), found[0][0])
-    assert "FP8Experts" not in fp8moe.torch.model_report(experts)
+    nbytes = sum(p.nbytes for p in experts.parameters())
+    assert fp8moe.torch.model_report(experts).endswith(f"fp8_flow, frozen FP8 codes, {nbytes} bytes")
 
 
 def test_experts_in_fp8_have_no_copies():
