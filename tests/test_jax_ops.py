@@ -134,17 +134,21 @@ def test_jitted_step_uses_the_current_weights():
 
 
 def test_quantised_weights_have_no_gradient():
-    w13, w2 = (to_jax(fp8moe.quantize_weights(w)) for w in weights())
+    """Those that exist in one orientation alone; the others' are the bits of NumPy's."""
+    codes = [fp8moe.quantize_weights(w, columnwise=False) for w in weights()]
 
-    def loss(x, w13, w2):
-        return (
-            jax_layer.moe_experts(x, w13, w2, IDS_ON_JAX, to_jax(PROBS), recipe="fp8_flow")
-            .astype(jnp.float32)
-            .sum()
-        )
+    def loss(x, w13, w2, probs):
+        return jax_layer.moe_experts(x, w13, w2, IDS_ON_JAX, probs).astype(jnp.float32).sum()
 
-    dx = jax.jit(jax.grad(loss))(to_jax(X), w13, w2)
-    assert np.isfinite(np.asarray(dx).astype(np.float32)).all()
+    given = *map(to_jax, (X, *codes)), to_jax(PROBS)
+    dx, dprobs = jax.jit(jax.grad(loss, argnums=(0, 3)))(*given)
+    y, saved = fp8moe.moe_forward(X, *codes, IDS, PROBS)
+    wanted = fp8moe.moe_backward(saved, np.ones_like(y), gradients=("dx", "dprobs"))
+    assert_same((wanted.dx, wanted.dprobs), to_numpy((dx, dprobs)))
+    with pytest.raises(TypeError, match=r"grad requires real- or .* got uint8"):
+        jax.grad(loss, argnums=1)(*given)
+    with pytest.raises(TypeError, match=r"w2: got a QuantTensor; .*; pass fp8moe.Quantized\(w2\)$"):
+        loss(*given[:2], given[2].rowwise, given[3])
 
 
 def test_gradients_of_moved_rows():

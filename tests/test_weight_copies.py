@@ -150,6 +150,10 @@ def test_what_the_forward_reads_is_asked_for_by_name():
         rest = [torch.tensor(given[n]) for n in ("topk_ids", "topk_probs")]
         with pytest.raises(TypeError, match=r"w2.rowwise: got None"):
             moe_experts(*tensors, map_arrays(torch.tensor, w), *rest)
+    with pytest.raises(TypeError, match=r"w2: got a QuantTensor; .*; pass fp8moe.Quantized\(w2\)$"):
+        fp8moe.moe_forward(**given | {"w2": q.rowwise}, recipe="fp8_flow")
+    with pytest.raises(TypeError, match=r"w2: got QuantTensor; .*; pass fp8moe.Quantized\(w2\)$"):
+        moe_experts(*tensors, map_arrays(torch.tensor, q.rowwise), *rest)
     w = fp8moe.quantize_weights(given["w2"], columnwise=False)
     swapped = Quantized(fp8moe.transpose_codes(w.rowwise))
     with pytest.raises(ValueError, match=r"w2.rowwise: got transposed=True; wanted False"):

@@ -23,7 +23,7 @@ from fp8moe.adapters.jax import expert_parallel
 from fp8moe.adapters.jax import ops as jax_ops
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.layer.options import LayerArguments, LayerOptions, options_of
-from fp8moe.records import MoEGrads, Quantized
+from fp8moe.records import MoEGrads, Quantized, QuantTensor
 from fp8moe.runtime import checks
 
 __all__ = ["moe_experts"]
@@ -209,6 +209,8 @@ def _operands(x: Any, w13: Any, w2: Any, layer: _Layer) -> tuple[Any, Any, Any]:
                 raise TypeError("w13: got a tuple of Quantized; wanted quantize_weights((gates, ups), ...)")
             if not recipe.quantizes:
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "{recipe.name}"')
+        elif name != "x" and recipe.quantizes and isinstance(a, QuantTensor):
+            raise TypeError(f"{name}: got a QuantTensor; wanted a Quantized; pass fp8moe.Quantized({name})")
         elif not isinstance(a, (jax.Array, np.ndarray)):
             raise jax_ops.no_jax_array(name, a)
         elif a.dtype not in checks.FLOATS:

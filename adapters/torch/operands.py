@@ -12,7 +12,7 @@ with needs("torch"):
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fp8moe import Quantized
+from fp8moe import Quantized, QuantTensor
 from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.gathered import is_gathered, quantized_of
@@ -251,7 +251,7 @@ def _not_a_weight(name: str, w: Any) -> TypeError:
     items = list(w) if several else [w]
     kinds = " and ".join(sorted({type(item).__name__ for item in items})) or "nothing"
     got = f"a {type(w).__name__} of {len(items)}, {kinds}" if several else kinds
-    fix = ""
+    fix = f"; pass fp8moe.Quantized({name})" if isinstance(w, QuantTensor) else ""
     if items and all(isinstance(item, nn.Module) for item in items):
         fix = f"; pass torch.stack([m.weight for m in {name}])" if several else "; pass its weights stacked"
     elif several and name == "w13" and len(items) == 2:

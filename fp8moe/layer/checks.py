@@ -163,6 +163,8 @@ def _check_bias(name: str, bias13: Any, of_weights: Any, shape: tuple[int, ...])
 
 def _as_weights(name: str, w: Any, dtype: str, quantized: bool) -> str:
     """How to pass weights of another kind or dtype, for errors."""
+    if quantized and isinstance(w, QuantTensor):
+        return f"pass fp8moe.Quantized({name})"
     if name == "w13" and isinstance(w, tuple):
         return "pass both in one array, [E, 2F, H]" + (", or quantize_weights((w1, w3))" if quantized else "")
     given = getattr(w, "dtype", None)
