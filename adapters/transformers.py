@@ -466,8 +466,8 @@ def _serve_peft() -> None:
     @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
     def activate(self: Any, active_adapters: Any) -> Iterator[None]:
         experts = self.get_base_layer()
-        adapter = _served_adapter(self, experts, active_adapters)
-        if adapter is None or not all(_served_adapter(*w) for w in _activated_inside(self, experts)):
+        adapter = _served_with_those_inside(self, experts, active_adapters)
+        if adapter is None:
             with original(self, active_adapters):
                 yield
             return
@@ -511,15 +511,16 @@ def _refuse_merges_into_codes() -> None:
     tuner._check_merge_allowed = check
 
 
-def _activated_inside(wrapper: Any, experts: nn.Module) -> Iterator[tuple[Any, nn.Module, list[str]]]:
-    """The arguments of `_served_adapter` for the wrappers inside one that its forward activates. PEFT nests
-    those of a module's parameters; it computes the weights of all of them, or of none."""
-    inside = wrapper.base_layer
-    while isinstance(inside, type(wrapper)):
+def _served_with_those_inside(wrapper: Any, experts: nn.Module, active_adapters: Any) -> str | None:
+    """`_served_adapter`, None also if PEFT has to compute a weight of a wrapper inside this one. PEFT nests
+    those of a module's parameters, and the experts take all of their adapters or none."""
+    adapter, inside = _served_adapter(wrapper, experts, active_adapters), wrapper.base_layer
+    while adapter is not None and isinstance(inside, type(wrapper)):
         adapters = [name for name in inside.active_adapters if name in inside.lora_A]
         if adapters and not (inside.disable_adapters or inside.merged):
-            yield inside, experts, adapters
+            adapter = adapter if _served_adapter(inside, experts, adapters) else None
         inside = inside.base_layer
+    return adapter
 
 
 def _served_adapter(wrapper: Any, experts: nn.Module, active_adapters: Any) -> str | None:
