@@ -28,7 +28,7 @@ from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.lora import LoRA
 from fp8moe.adapters.torch.merge import MergeReport, Sums, added_by, by_tile, merged_codes, merged_values
 from fp8moe.adapters.torch.operands import round_up_to_block
-from fp8moe.checkpoints.convert import settings_of, unquantized
+from fp8moe.checkpoints.convert import PARTIAL_TILES, settings_of, unquantized
 from fp8moe.checkpoints.shards import Group, Plan, write_checkpoint
 from fp8moe.formats import ceil_div
 from fp8moe.runtime import checks
@@ -276,8 +276,7 @@ def _check_experts(name: str, experts: Any, to: str) -> None:
     hidden, ffn = experts.down_proj.shape[1:]
     if hidden % 128 or ffn % 128:
         warnings.warn(
-            f"{name}: got matrices of {hidden} x {ffn}, no multiples of 128, which vLLM and SGLang refuse in "
-            "block FP8; transformers' dequantisation takes their tiles for smaller ones",
+            f"{name}: got experts with {ffn if ffn % 128 else hidden} rows or columns: {PARTIAL_TILES}",
             stacklevel=3,
         )
 

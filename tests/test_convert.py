@@ -458,7 +458,112 @@ REFUSED = {
         "multiple of 32",
     ),
     "NaN": (with_nan, None, "block-fp8", "gate_proj.weight: got NaN or infinity"),
+    # what is in the form already is looked at, too, where it is copied
+    "NaN in bfloat16": (with_nan, None, "bf16", "gate_proj.weight: got NaN or infinity"),
+    "NaN in codes": (
+        lambda rng: changed(block_fp8(rng), "2.up_proj.weight", 0xFF),
+        BLOCK_FP8,
+        "block-fp8",
+        r"2\.up_proj\.weight: got NaN, byte 255, at \[95, 159\]; wanted finite codes",
+    ),
+    **{
+        f"{kind} scales of {value}": (
+            lambda rng, kind=kind, value=value: changed(
+                block_fp8(rng, kind), "1.down_proj.weight_scale_inv", value
+            ),
+            BLOCK_FP8,
+            "block-fp8",
+            r"1\.down_proj\.weight_scale_inv: got .*; wanted positive, finite scales",
+        )
+        for kind, value in [
+            (torch.float32, 0.0),
+            (torch.float32, float("nan")),
+            (torch.bfloat16, -1.0),
+            (torch.bfloat16, float("inf")),
+            (torch.float8_e8m0fnu, 0xFF),
+        ]
+    },
+    "no expert 1": (
+        lambda rng: without(plain(rng), ".experts.1."),
+        None,
+        "block-fp8",
+        r"experts: got no expert 1 of \w+_proj; wanted all from 0 to 2",
+    ),
+    "no up of expert 2": (
+        lambda rng: without(plain(rng), "2.up_proj"),
+        None,
+        "bf16",
+        r"experts: got 2 experts of up_proj; wanted 3, as of \w+_proj",
+    ),
+    "another expert's shape": (
+        lambda rng: {**plain(rng), f"{PREFIX}.1.up_proj.weight": torch.ones(HIDDEN, FFN)},
+        None,
+        "bf16",
+        r"\.up_proj\.weight: got .*; wanted .*, as of expert \d",
+    ),
+    "another number of experts": (
+        lambda rng: {
+            f"{PREFIX}.down_proj": torch.ones(2, 64, 64),
+            f"{PREFIX}.gate_up_proj": torch.ones(3, 64, 64),
+        },
+        None,
+        "bf16",
+        "experts: got 2 experts of down_proj; wanted 3, as of gate_up_proj",
+    ),
 }
+
+
+BAD_CODES = {
+    "codes": ("2.up_proj.weight", 0x7F, r"2\.up_proj\.weight: got NaN, byte 127, at"),
+    "scales": ("0.up_proj.weight_scale_inv", -2.0, r"0\.up_proj\.weight_scale_inv: got -2\.0 at"),
+}
+REFUSED |= {
+    f"{name}, to {to}": (
+        lambda rng, of=of, value=value: changed(block_fp8(rng), of, value),
+        BLOCK_FP8,
+        to,
+        message,
+    )
+    for name, (of, value, message) in BAD_CODES.items()
+    for to in ("bf16", "mxfp8")
+}
+REFUSED["MXFP4 scales"] = (
+    lambda rng: changed(mxfp4(rng), ".gate_up_proj_scales", 255),
+    {"quant_method": "mxfp4"},
+    "block-fp8",
+    r"experts\.gate_up_proj_scales\[2\]: got NaN, byte 255, at \[191, 4\]",
+)
+
+
+def changed(tensors, name, value):
+    """With one value, or byte, that is another: the last."""
+    flat = next(x for n, x in tensors.items() if n.endswith(name)).view(-1)
+    if isinstance(value, int):
+        flat = flat.view(torch.uint8)
+    flat[-1] = value
+    return tensors
+
+
+def test_experts_that_the_configuration_does_not_have(tmp_path, capsys):
+    """The last is missing, by which no gap is left."""
+    source = save(tmp_path / "in", without(plain(generator()), ".experts.2."))
+    (source / "config.json").write_text('{"num_local_experts": 3}')
+    command = ["convert", str(source), str(tmp_path / "out"), "--to", "bf16"]
+    assert main(command) == 2
+    assert (
+        "experts: got 2 experts; wanted 3, as config.json says (num_local_experts)" in capsys.readouterr().err
+    )
+    (source / "config.json").write_text('{"num_local_experts": 2}')
+    assert main(command) == 0
+
+
+def test_sizes_that_engines_refuse_are_named(tmp_path, capsys):
+    source = save(tmp_path / "in", plain(generator()))
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "block-fp8"]) == 0
+    assert (
+        "experts with 96 rows or columns: no multiple of 128, which vLLM and SGLang refuse"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -490,7 +490,7 @@ def test_bytes_that_the_disk_changes_are_found(tmp_path, monkeypatch):
 
 def test_sizes_that_engines_refuse_are_named(tmp_path):
     with pytest.warns(
-        UserWarning, match=r"experts: got matrices of 384 x 192, no multiples of 128, which vLLM"
+        UserWarning, match="experts: got experts with 192 rows or columns: no multiple of 128, which vLLM"
     ):
         export(model_of(moe_intermediate_size=192), tmp_path / "out")
 

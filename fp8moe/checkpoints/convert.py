@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
+from fp8moe import Quantized
 from fp8moe.checkpoints.shards import (
     INDEX,
     Plan,
@@ -37,7 +38,11 @@ PLAIN = ("BF16", "F16", "F32")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".partial")
 #: the scales of a weight by its name: of a matrix of one expert, and of the parameter of all
 SCALES = ((".weight", ".weight_scale_inv"), ("", "_scale_inv"), ("_blocks", "_scales"))
-EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?:\d+\.\w+\.weight|\w+_proj(?:_blocks)?)")
+EXPERT = re.compile(
+    r"(?P<module>.+\.experts)\.(?:(?P<expert>\d+)\.(?P<one>\w+)\.weight|(?P<all>\w+_proj)(?:_blocks)?)"
+)
+#: what models call the number of their experts
+COUNTS = "num_experts", "num_local_experts", "n_routed_experts"
 QUANTIZATION: dict[str, dict[str, Any]] = {
     "block-fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
@@ -49,11 +54,19 @@ PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1).view(np.co
 SKIPPED = ("modules_to_not_convert", "ignored_layers")
 
 
+#: what a size that is no multiple of a tile's means for those who read block FP8
+PARTIAL_TILES = (
+    "no multiple of 128, which vLLM and SGLang refuse in block FP8; transformers' dequantisation takes its "
+    "tiles for smaller ones"
+)
+
+
 class Matrix(NamedTuple):
     """Codes or values of one expert as they are in the file, with their scales."""
 
     data: np.ndarray
     scales: np.ndarray | None
+    expert: int | None  # in the parameter of all
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,8 @@ class Weight:
     """An expert's matrix, or the parameter of all experts, in one of the forms that are read."""
 
     module: str
+    matrix: str  # such as "down_proj"
+    expert: int | None  # of a matrix of one
     form: str  # "plain", "block-fp8" or "mxfp4"
     tensor: Tensor
     scales: Tensor | None
@@ -80,17 +95,30 @@ class Weight:
 
     def matrices(self) -> Iterator[Matrix]:
         for expert in (None,) if self.experts is None else range(self.experts):
-            yield Matrix(
-                self.tensor.matrix(expert), None if self.scales is None else self.scales.matrix(expert)
-            )
+            scales = None if self.scales is None else self.scales.matrix(expert)
+            yield Matrix(self.tensor.matrix(expert), scales, expert)
+
+    def record(self, matrix: Matrix) -> tuple[Quantized, int]:
+        """Of block FP8 or MXFP4, in block FP8, and how many values that rounded. Refuses NaN, and scales that
+        are not positive and finite."""
+        given: Any = [matrix.data], [matrix.scales]
+        try:
+            if self.form == "block-fp8":
+                return fp8moe.from_block_fp8(*given, columnwise=False), 0
+            w, rounded = fp8moe.from_mxfp4(*given, columnwise=False)
+            return w, int(rounded[0])
+        except ValueError as error:
+            argument, _, text = str(error).partition("[0]:")
+            of = self.scales if argument.startswith("scale") else self.tensor
+            expert = "" if matrix.expert is None else f"[{matrix.expert}]"
+            raise ValueError(f"{of.name}{expert}:{text or error}") from None  # type: ignore[union-attr]
 
     def values(self, matrix: Matrix) -> np.ndarray:
         """In float32."""
         if self.form == "plain":
             wide = matrix.data.astype(np.float32)
         elif self.form == "block-fp8":
-            codes = fp8moe.from_block_fp8([matrix.data], [matrix.scales], columnwise=False)
-            wide = fp8moe.dequantize(codes.rowwise)[0]
+            wide = fp8moe.dequantize(self.record(matrix)[0].rowwise)[0]
         else:
             pairs = matrix.data.reshape(len(matrix.data), -1)
             values = PAIRS.take(pairs).view(np.float32)
@@ -131,6 +159,7 @@ def _read(source: Path, to: str) -> _Given:
     every = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     weights = _weights(every)
     scales = {weight.scales.name for weight in weights.values() if weight.scales is not None}
+    _check_experts(weights, config)
     settings = _quantization(config, every, weights, to)
     config.pop("quantization_config", None)
     if settings is not None:
@@ -184,6 +213,9 @@ def _write_all(given: _Given, source: Path, target: Path, to: str, report: Calla
         report(
             "gate and up stay interleaved, as gpt-oss has them; no engine is known that reads FP8 experts so"
         )
+    sizes = {size for weight in weights.values() for size in weight.shape[-2:]}
+    if to == "block-fp8" and (odd := sorted(size for size in sizes if size % 128)):
+        report(f"experts with {odd[0]} rows or columns: {PARTIAL_TILES}")
     if rounded:
         of = "" if len(plans) == len(files) else " in the files that this run wrote"
         report(f"{rounded} values{of} were rounded: MXFP4 scales more than 2^14 apart in one tile")
@@ -235,7 +267,8 @@ def _weights(every: dict[str, Tensor]) -> dict[str, Weight]:
                 f"{name}: got {tensor.dtype} {list(tensor.shape)}, a form that is not known; wanted BF16, "
                 "F16 or F32; F8_E4M3 with weight_scale_inv; or MXFP4's _blocks with _scales"
             )
-        weights[name] = Weight(match["module"], form, tensor, scales)
+        expert = None if match["expert"] is None else int(match["expert"])
+        weights[name] = Weight(match["module"], match["one"] or match["all"], expert, form, tensor, scales)
     if not weights:
         raise ValueError(
             "IN: got no experts; wanted tensors named *.experts.0.down_proj.weight, *.experts.down_proj or "
@@ -249,6 +282,46 @@ def _weights(every: dict[str, Tensor]) -> dict[str, Weight]:
                 "form that is known, their scales, and biases"
             )
     return weights
+
+
+def _check_experts(weights: dict[str, Weight], config: dict[str, Any]) -> None:
+    """Refuses experts of which some are missing, or whose matrices differ in shape."""
+    text = config.get("text_config")
+    parts = [part for part in (config, text) if isinstance(part, dict)]
+    said = {key: part[key] for part in parts for key in COUNTS if isinstance(part.get(key), int)}
+    modules: dict[str, dict[str, dict[int | None, Weight]]] = {}
+    for name, weight in weights.items():
+        matrices = modules.setdefault(weight.module, {}).setdefault(weight.matrix, {})
+        first = next(iter(matrices.values()), weight)
+        if weight.shape != first.shape:
+            raise ValueError(
+                f"{name}: got {list(weight.shape)}; wanted {list(first.shape)}, as of expert {first.expert}"
+            )
+        matrices[weight.expert] = weight
+    for module, of in modules.items():
+        numbers = {matrix: _number(module, matrix, found) for matrix, found in of.items()}
+        most = max(numbers, key=numbers.__getitem__)
+        for matrix, number in numbers.items():
+            if number != numbers[most]:
+                raise ValueError(
+                    f"{module}: got {number} experts of {matrix}; wanted {numbers[most]}, as of {most}"
+                )
+        for key, wanted in said.items():
+            if numbers[most] != wanted:
+                raise ValueError(
+                    f"{module}: got {numbers[most]} experts; wanted {wanted}, as config.json says ({key})"
+                )
+
+
+def _number(module: str, matrix: str, found: dict[int | None, Weight]) -> int:
+    """How many experts there are, of which one may be missing."""
+    if None in found:
+        return found[None].shape[0]
+    numbers = {e for e in found if e is not None}
+    last = max(numbers)
+    if missing := sorted({*range(last)} - numbers):
+        raise ValueError(f"{module}: got no expert {missing[0]} of {matrix}; wanted all from 0 to {last}")
+    return last + 1
 
 
 def _scales(every: dict[str, Tensor], name: str, kind: int) -> Tensor:
@@ -365,9 +438,13 @@ def _plan(tensors: dict[str, Tensor], weights: dict[str, Weight], scales: set[st
 def _write(weight: Weight, to: str, writer: Writer) -> int:
     """Write a weight in another form, an expert at a time; returns the number of MXFP4 values rounded."""
     if _is_kept(weight, to):
-        for tensor in filter(None, (weight.tensor, weight.scales)):
-            for piece in tensor.pieces():
-                writer.write(tensor.name, piece)
+        for matrix in weight.matrices():
+            if weight.scales is None:
+                weight.values(matrix)
+            else:
+                weight.record(matrix)
+                writer.write(weight.scales.name, matrix.scales)  # type: ignore[arg-type]
+            writer.write(weight.tensor.name, matrix.data)
         return 0
     (values, scales), rounded = _names(weight), 0
     for matrix in weight.matrices():
@@ -376,8 +453,8 @@ def _write(weight: Weight, to: str, writer: Writer) -> int:
             writer.write(values, wide.T if weight.form == "mxfp4" else wide)
             continue
         if to == "block-fp8" and weight.form == "mxfp4":
-            w, count = fp8moe.from_mxfp4([matrix.data], [matrix.scales], columnwise=False)
-            q, rounded = w.rowwise, rounded + int(count[0])
+            w, count = weight.record(matrix)
+            q, rounded = w.rowwise, rounded + count
         else:
             block = (1, 32) if to == "mxfp8" else (128, 128)
             q = fp8moe.quantize(weight.values(matrix), block=block)
