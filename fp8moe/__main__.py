@@ -1,4 +1,5 @@
-"""The command line: ``fp8moe {demo,info,selftest,convert,compile,bench}``, or ``python -m fp8moe COMMAND``.
+"""The command line: ``fp8moe {demo,info,selftest,diagnose,convert,compile,bench}``, or ``python -m
+fp8moe COMMAND``.
 
 Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement; 141 a pipe that is closed
 before the end, as by ``| head``, of ``info``, which checks nothing, 0.
@@ -7,6 +8,7 @@ before the end, as by ``| head``, of ``info``, which checks nothing, 0.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -59,6 +61,24 @@ def parser() -> argparse.ArgumentParser:
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
     selftest.add_argument("--seed", type=_seed, default=None, help="seed of the inputs (default: random)")
 
+    diagnose = verbs.add_parser(
+        "diagnose",
+        help="which cast of a model's experts costs what: FP8 beside bfloat16, by layer and tensor",
+    )
+    diagnose.add_argument(
+        "target",
+        metavar="TARGET",
+        help="a model of transformers, by its name or folder; or FILE.py:FUNCTION or MODULE:FUNCTION, which "
+        "returns (model, batch) or (model, batch, loss) for fp8moe.torch.diagnose",
+    )
+    diagnose.add_argument("--device", choices=DEVICES, default="auto", help="of a model of transformers")
+    diagnose.add_argument("--recipe", choices=("fp8_flow", "fp8_blockwise"), help="default: the layers' own")
+    diagnose.add_argument("--save", choices=("bf16", "fp8"), help="default: the layers' own")
+    diagnose.add_argument(
+        "--text", type=Path, help="of a model of transformers (default: plays of Shakespeare)"
+    )
+    diagnose.add_argument("--tokens", type=_positive, default=2048, help="of the text (default: 2048)")
+
     convert = verbs.add_parser(
         "convert", help="write a checkpoint with its experts in another published form"
     )
@@ -91,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("cupy", "torch"),
         help="on CUDA: the allocator of the arrays (default: cupy's memory pool)",
     )
-    for verb in (info, selftest, compile_, bench):
+    for verb in (info, selftest, diagnose, compile_, bench):
         verb.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     return top
 
@@ -104,12 +124,13 @@ def main(argv: list[str] | None = None) -> int:
         "demo": _demo,
         "info": _info,
         "selftest": _selftest,
+        "diagnose": _diagnose,
         "convert": _convert,
         "compile": _compile,
         "bench": _bench,
     }[arguments.verb]
     try:
-        if arguments.verb in ("demo", "bench") and arguments.device == "cuda":
+        if arguments.verb in ("demo", "diagnose", "bench") and arguments.device == "cuda":
             _require_cuda()
         code = verb(arguments)
         sys.stdout.flush()
@@ -117,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads any more; what is still buffered goes nowhere at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if arguments.verb == "info" else 128 + 13  # that of SIGPIPE, as other commands
-    except (fp8moe.BackendUnavailable, OSError, ValueError) as error:
+    except (fp8moe.BackendUnavailable, NotImplementedError, OSError, ValueError) as error:
         print(f"fp8moe {arguments.verb}: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
@@ -129,11 +150,8 @@ def main(argv: list[str] | None = None) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from fp8moe.demo import train
     from fp8moe.demo.model import Config
-    from fp8moe.info import cuda_is_ready
 
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if cuda_is_ready() else "cpu"
+    device = _device(arguments.device)
     chosen = {
         name: getattr(arguments, name)
         for name in ("steps", "tokens", "layers", "experts", "seed", "seeds")
@@ -168,6 +186,20 @@ def _selftest(arguments: argparse.Namespace) -> int:
     from fp8moe import selftest
 
     return selftest.main(arguments.device, arguments.seed, arguments.json)
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    device = _device(arguments.device)
+    command = importlib.import_module("fp8moe.adapters.torch.diagnose_command")
+    of_model = arguments.text, arguments.tokens, arguments.json
+    code: int = command.main(arguments.target, device, arguments.recipe, arguments.save, *of_model)
+    return code
+
+
+def _device(name: str) -> str:
+    from fp8moe.info import cuda_is_ready
+
+    return name if name != "auto" else "cuda" if cuda_is_ready() else "cpu"
 
 
 def _convert(arguments: argparse.Namespace) -> int:

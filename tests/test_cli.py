@@ -35,7 +35,7 @@ def call(*arguments):
 def test_help_names_every_verb():
     got = call("--help")
     assert got.returncode == 0
-    for verb in ("demo", "info", "selftest", "convert", "compile", "bench", "exit codes"):
+    for verb in ("demo", "info", "selftest", "diagnose", "convert", "compile", "bench", "exit codes"):
         assert verb in got.stdout
     assert call().returncode == 2
     assert call("dance").returncode == 2

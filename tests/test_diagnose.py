@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +12,7 @@ from backends import over
 from torch import nn
 
 import fp8moe
+from fp8moe.__main__ import main
 from fp8moe.layer.casts import casts_of, layer_in_bf16, rounded
 from fp8moe.torch import (
     FP8FlowMoE,
@@ -478,3 +480,58 @@ def test_adapters_and_calls_within_another_are_refused():
     for name, value in (("recipe", "bf16"), ("save", "fp4")):
         with pytest.raises(ValueError, match=name):
             diagnose(outer, torch.ones(1, H), loss=square, **{name: value})
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_on_a_model_of_transformers(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words.train_from_iterator(["First Citizen:"], tokenizers.trainers.BpeTrainer(show_progress=False))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": E, "num_experts_per_tok": K}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 32}
+    config = transformers.Qwen3MoeConfig(**sizes, vocab_size=words.get_vocab_size(), intermediate_size=64)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (tmp_path / "text").write_text("First Citizen: " * 20)
+    arguments = "diagnose", str(tmp_path), "--text", str(tmp_path / "text"), "--device", "cpu"
+    capsys.readouterr()
+    assert main([*arguments, "--tokens", "16", "--save", "fp8", "--json"]) == 0
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["name"], layer["tokens"], layer["save"]) == ("model.layers.0.mlp.experts", 16, "fp8")
+    assert main([*arguments, "--tokens", "1"]) == 2
+    assert "--text: got 1 tokens; wanted 2 or more" in capsys.readouterr().err
+
+
+SCRIPT = """
+import torch
+from fp8moe.torch import FP8FlowMoE
+
+def clean():
+    return FP8FlowMoE(128, 128, 4, 2), torch.randn(16, 128), lambda y: y.square().sum()
+
+def flushed():
+    layer, *rest = clean()
+    layer.w2.data[:, :64] *= 2**-30
+    return layer, *rest
+
+def wrong():
+    return FP8FlowMoE(128, 128, 4, 2)
+"""
+
+
+def test_the_command_on_a_function(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    script = tmp_path / "diagnosed_script.py"
+    script.write_text(SCRIPT)
+    assert main(["diagnose", f"{script}:clean"]) == 0
+    assert "Every error is within the limits" in capsys.readouterr().out
+    assert main(["diagnose", "diagnosed_script:flushed"]) == 1  # its folder is on the path now
+    assert "(model): w2: 50.0% of its rows or columns are lost" in capsys.readouterr().out
+    for function, words in (("wrong", "wanted (model, batch)"), ("other", "does not define")):
+        assert main(["diagnose", f"{script}:{function}"]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["diagnose", f"{tmp_path}/none.py:f"]) == 2
+    assert "wanted a file that exists" in capsys.readouterr().err

@@ -436,12 +436,13 @@ class _Measured(_Call):
         options, plan = self.options, self.saved.plan
         casts = casts_of(options)
         how: Any = self.x, dy, self.w13, self.w2, self.bias, self.probs, plan, options
-        base = layer_in_bf16(*how)
+        compute: Any = layer_in_bf16
+        base = compute(*how)
         gradients = {"dx": grads.dx, "dprobs": grads.dprobs, "dw13": of_weights.dw13, "dw2": of_weights.dw2}
         compared = {n: _compared([g], [getattr(base, n)], limit_of(n, casts)) for n, g in gradients.items()}
         of_casts: dict[str, dict[str, float]] = {name: {} for name in gradients}
         for cast in casts:
-            alone = layer_in_bf16(*how, casts=(cast,))
+            alone = compute(*how, (cast,))
             for name, costs in of_casts.items():
                 if cast in UPSTREAM[name]:
                     costs[cast] = _compared([getattr(alone, name)], [getattr(base, name)]).error
