@@ -345,9 +345,11 @@ def _computed() -> str:
 def _training() -> str:
     """Final losses of `examples/train_moe_torch.py`, by seed."""
     reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("train-moe-h200-seed*.json"))]
-    recipes = list(reports[0]["runs"])
+    recipes, settings = list(reports[0]["runs"]), reports[0]["settings"]
     lines = [
-        f"{reports[0]['device']}; {_packages(reports[0])}; `python examples/train_moe_torch.py`",
+        f"{settings['steps']} steps of {settings['batch'] * settings['length']:,} bytes of "
+        f"{reports[0]['text']}; {reports[0]['device']}; {_packages(reports[0])}; "
+        f"`python examples/train_moe_torch.py`",
         "",
         "| seed | commit | " + " | ".join(recipes) + " |",
         "|---|---|" + "---:|" * len(recipes),

@@ -1,10 +1,13 @@
 """The expert layer on a CUDA device with CuPy arrays; needs `pip install 'fp8moe[cuda13]'`."""
 
+import argparse
+
 import cupy as cp
 import ml_dtypes
 
 import fp8moe
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 tokens, hidden, ffn, experts, topk = 256, 256, 128, 8, 2
 x = cp.random.standard_normal((tokens, hidden)).astype(ml_dtypes.bfloat16)
 w13 = (cp.random.standard_normal((experts, 2 * ffn, hidden)) / 16).astype(ml_dtypes.bfloat16)

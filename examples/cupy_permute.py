@@ -1,10 +1,13 @@
 """Permutation of tokens to expert order and back on a CUDA device; needs `pip install 'fp8moe[cuda13]'`."""
 
+import argparse
+
 import cupy as cp
 import ml_dtypes
 
 import fp8moe
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 tokens, hidden, experts, topk = 4096, 2048, 64, 6
 x = cp.random.standard_normal((tokens, hidden)).astype(ml_dtypes.bfloat16)
 ids = cp.argsort(cp.random.random((tokens, experts)), axis=1)[:, :topk].astype(cp.int32)

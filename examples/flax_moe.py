@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 import fp8moe.jax
-from fp8moe.demo.text import generated_text
+from fp8moe.demo.text import shakespeare
 
 # an ffn of 96 is not a multiple of 128 and is padded internally
 WINDOW, HIDDEN, FFN, EXPERTS, TOPK, BATCH = 16, 128, 96, 8, 2, 16
@@ -83,7 +83,7 @@ def main():
     )
     parser.add_argument("steps", nargs="?", type=int, default=4)
     steps = parser.parse_args().steps
-    source = generated_text()
+    source = shakespeare()
     for backend in ("ragged_dot", "bf16", "fp8_flow"):
         model = Model(backend, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)

@@ -1,4 +1,5 @@
-"""A byte-level model with the expert layer in JAX: jitted steps, gradients by `moe_experts`, bf16 and FP8.
+"""A byte-level model of Shakespeare's plays with the expert layer in JAX: jitted steps, gradients by
+`moe_experts`, bf16 and FP8.
 
 python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU, or on CUDA if jax finds a GPU)
 """
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8moe.jax
-from fp8moe.demo.text import generated_text
+from fp8moe.demo.text import shakespeare
 
 WINDOW, EMBED, FFN, EXPERTS, TOPK, TOKENS, LR = 16, 16, 128, 8, 2, 512, 0.3
 HIDDEN = WINDOW * EMBED
@@ -58,7 +59,7 @@ def main():
     )
     parser.add_argument("steps", nargs="?", type=int, default=10)
     steps = parser.parse_args().steps
-    source = generated_text()
+    source = shakespeare()
     for recipe in ("bf16", "fp8_flow"):
         generator = np.random.default_rng(0)
         p = new_parameters(jax.random.PRNGKey(0))

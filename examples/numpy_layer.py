@@ -1,10 +1,13 @@
 """An expert layer in FP8, forward and backward, with NumPy alone."""
 
+import argparse
+
 import ml_dtypes
 import numpy as np
 
 import fp8moe
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 rng = np.random.default_rng(0)
 tokens, hidden, ffn, experts, topk = 256, 256, 128, 8, 2
 x = rng.standard_normal((tokens, hidden)).astype(ml_dtypes.bfloat16)

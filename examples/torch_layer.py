@@ -1,9 +1,12 @@
 """The experts in torch, with autograd. CUDA tensors work the same if the kernels are installed."""
 
+import argparse
+
 import torch
 
 import fp8moe.torch
 
+argparse.ArgumentParser(description=__doc__).parse_args()
 torch.manual_seed(0)
 tokens, hidden, ffn, experts, topk = 256, 256, 128, 8, 2
 x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)

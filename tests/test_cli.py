@@ -478,19 +478,13 @@ def test_demo_validation_errors(tmp_path, capsys, monkeypatch):
     assert "pip install 'fp8moe[bench]'" in error
 
 
-def test_the_texts_are_the_same_on_all_machines():
-    """The digest of the generated one was the same with Python 3.11, 3.12 and 3.13: losses of other machines
-    can be compared."""
-    from hashlib import sha256
+def test_the_corpus_is_the_plays():
+    from fp8moe.demo import text
 
-    from fp8moe.demo.text import generated_text, shakespeare
-
-    text, plays = bytes(generated_text()), bytes(shakespeare())
-    assert len(text) == 4_000_000
-    assert text.startswith(bytes(generated_text(1000)))
+    plays = bytes(text.shakespeare())
     assert plays.startswith(b"First Citizen:\nBefore we proceed any further, hear me speak.")
-    digest = "5abfb5002878276d9fbd22f0423263a26e002ce9c9640d3fc1c79dcad020ae93"
-    assert sha256(text).hexdigest() == digest
+    assert f"the first {len(plays):,} characters" in text.__doc__
+    assert plays.isascii()
 
 
 @pytest.mark.parametrize("text", [b"aaaaaaa aaa", b"the cat\nthe theatre, the cats;\n" * 9, b"", b"a", None])
