@@ -180,6 +180,9 @@ def table():
     for name, fields in STEPS.items():
         changed = serve(*inputs, replace(OURS["fp8_flow"], **fields))
         lines.append(f"| {name} | {cell(changed, ours['fp8_flow'])} |")
+    floats = replace(OURS["fp8_flow"], scales="float")
+    after = cell(serve(*inputs, replace(floats, weights="rows")), serve(*inputs, floats))
+    lines.append(f"| weights on fc2's bfloat16 rows, where both have float scales | {after} |")
     lines += ["", "| experts | from fp8_flow: other bits, norm | from fp8_blockwise | from float64 |"]
     lines.append("|---|---:|---:|---:|")
     for name, how in {**OURS, **ENGINES}.items():
