@@ -47,6 +47,12 @@ def layer(**options):
     return lambda: moe(x), (x, *moe.parameters())
 
 
+def frozen_layer():
+    codes = fp8moe.torch.quantize_fp8_weights(torch.randn(E, 2 * F, H), torch.randn(E, H, F))
+    x, moe = leaf(T, H), fp8moe.torch.FP8FlowMoE.from_quantized(*codes, K, dtype=BF16)
+    return lambda: moe(x), (x, *moe.parameters())
+
+
 def experts_of_codes():
     x, w13, w2, (ids, probs) = leaf(T, H), leaf(E, 2 * F, H), leaf(E, H, F), routed()
     options = {"fp8_weights": fp8moe.torch.quantize_fp8_weights(w13, w2)}
@@ -89,6 +95,7 @@ DOORS = {
     "experts by blocks": (lambda: experts(recipe="fp8_blockwise"), 29, 85, 110),
     "experts of codes": (experts_of_codes, 32, 85, 110),
     "layer": (layer, 116, 130, 155),
+    "frozen layer": (frozen_layer, 137, 130, 130),
     "transformers": (of_transformers, 100, 85, 110),
     "permute and pad": (permute_and_pad, 22, 50, 50),
 }

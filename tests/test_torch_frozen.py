@@ -367,3 +367,31 @@ def test_distributed_wrappers():
         assert all(map(torch.equal, bytes_of(other[1]), bytes_of(model[1])))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    """A forward and a backward, replayed with other rows."""
+    layer, x, dy = (
+        layer_of(device="cuda"),
+        tokens("cuda"),
+        torch.randn(T, H, dtype=torch.bfloat16, device="cuda"),
+    )
+    ids, probs = torch.randint(E, (T, K), device="cuda"), torch.rand(T, K, device="cuda")
+
+    def step():
+        y = layer(x, ids, probs)
+        return y, *torch.autograd.grad(y, x, dy)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(map(torch.equal, captured, step()))

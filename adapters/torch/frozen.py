@@ -50,7 +50,9 @@ class FrozenWeight(nn.Module):
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Codes and scales of this rank."""
-        return _local(self.weight), _local(self.weight_scale_inv)
+        buffers: Any = self._buffers  # as attributes, they would take two calls in each forward
+        codes, scales = buffers[_CODES], buffers[_SCALES]
+        return (codes._local_tensor, scales._local_tensor) if isinstance(codes, DTensor) else (codes, scales)
 
     @property
     def quantized(self) -> Quantized:
