@@ -37,6 +37,7 @@ with needs("torch"):
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.checkpoint import checkpoint
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -54,9 +55,11 @@ from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
 from fp8moe.adapters.torch.lora import LoRA
+from fp8moe.adapters.torch.mxfp4 import MXFP4Weight, codes_of_experts
 from fp8moe.adapters.torch.operands import (
     gates_before_ups,
     gradient_of_gates_before_ups,
+    padded,
     round_up_to_block,
 )
 from fp8moe.adapters.torch.operation import refuse_codes
@@ -214,6 +217,44 @@ def _multiply_codes(
     return moe_experts(x, w13, w2, ids, probs, **arguments, comm=comm, lora=_lora_of(experts))
 
 
+def _is_packed(experts: Any) -> bool:
+    """Whether the parameters are in MXFP4, as `load_mxfp4` makes them."""
+    return isinstance(getattr(experts, "down_proj", None), MXFP4Weight)
+
+
+def _multiply_packed(
+    experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: LayerOptions, comm: Any
+) -> Tensor:
+    """The forward of experts in MXFP4. Their FP8 codes are made for this call; the backward needs them, too,
+    and makes them anew if activations are computed again."""
+    if not options.precision.quantizes:
+        raise NotImplementedError(
+            f"{type(experts).__name__}: got experts in MXFP4 with recipe {options.recipe!r}; wanted an FP8 "
+            "recipe; load the model with quantization_config=Mxfp4Config(dequantize=True)"
+        )
+    weights, lora = (experts.gate_up_proj, experts.down_proj), _lora_of(experts)
+    ids = _without_other_ranks(experts, ids, experts.num_experts, comm)
+    again = options.recompute is not None and torch.is_grad_enabled()
+    arguments = {**options.arguments, "activation": activation_of(experts), "bias2": experts.down_proj_bias}
+    if again:
+        arguments["recompute"] = None
+
+    def multiply(x: Tensor, probs: Tensor) -> Tensor:
+        w13, w2 = _codes_of_packed(*weights)
+        ffn = weights[1].shape[1]
+        missing = w2.rowwise.shape[2] - ffn  # type: ignore[union-attr]
+        bias13 = padded(gates_before_ups(experts.gate_up_proj_bias), 1, 2, missing)
+        return moe_experts(x, w13, w2, ids, probs, **arguments, bias13=bias13, comm=comm, lora=lora)
+
+    return checkpoint(multiply, x, probs, use_reentrant=False) if again else multiply(x, probs)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable
+def _codes_of_packed(gate_up: MXFP4Weight, down: MXFP4Weight) -> tuple[Quantized, Quantized]:
+    with torch.no_grad():
+        return codes_of_experts(gate_up, down)[0]
+
+
 def _without_other_ranks(experts: Any, ids: Tensor, number: int, comm: Any) -> Tensor:
     """ids with -1 for the experts of other ranks, which transformers' own expert parallelism calls
     ``number``."""
@@ -349,9 +390,20 @@ def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
 _options: dict[str, LayerOptions] = {}
 
 
+def enabled_options(name: str) -> LayerOptions:
+    """The options of a registered implementation."""
+    if name not in _options:
+        raise ValueError(
+            f"name: got {name!r}, which is not registered; call fp8moe.transformers.enable(name={name!r})"
+        )
+    return _options[name]
+
+
 def _multiply(experts: Any, x: Tensor, ids: Tensor, probs: Tensor, name: str, comm: Any = None) -> Tensor:
     if has_codes(experts):
         return _multiply_codes(experts, x, ids, probs, _options[name], comm)
+    if _is_packed(experts):
+        return _multiply_packed(experts, x, ids, probs, _options[name], comm)
     options = {**_options[name].arguments, "activation": activation_of(experts)}
     masters = _OfExperts.masters(experts)
     first, number = next((name, len(w)) for name, w in masters.items())
@@ -442,7 +494,7 @@ def _implementation_of(experts: Any) -> str:
 
 
 def _holder_of(module: nn.Module) -> type[Holder] | None:
-    if not has_interface(module) or _implementation_of(module) not in _options:
+    if not has_interface(module) or _is_packed(module) or _implementation_of(module) not in _options:
         return None
     return _OfCodes if has_codes(module) else _OfExperts
 

@@ -1,0 +1,209 @@
+"""gpt-oss in MXFP4 as a model of transformers: as the dequantised model, whose FP8 codes have its values."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers")
+
+import fp8moe.torch  # noqa: E402
+import fp8moe.transformers  # noqa: E402
+from fp8moe.adapters.torch.mxfp4 import MXFP4Weight  # noqa: E402
+
+mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # PEFT's own
+H, F, E = 160, 96, 4  # a block of H and of F is no whole one
+IMPLEMENTATIONS = {"mxfp4_flow": {}, "mxfp4_recomputed": {"recompute": "moe_expert"}}
+for implementation, options in IMPLEMENTATIONS.items():
+    fp8moe.transformers.enable("fp8_flow", name=implementation, **options)
+fp8moe.transformers.enable("bf16", name="mxfp4_bf16")
+SIZES = {"vocab_size": 64, "hidden_size": H, "intermediate_size": F, "num_hidden_layers": 2, "head_dim": 32}
+SIZES |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": E,
+    "num_experts_per_tok": 2,
+}
+TOKENS = (torch.arange(48) * 7 % 64).reshape(2, 24)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder as gpt-oss is published, and the dequantised weights by transformers' own function."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    config = transformers.GptOssConfig(**SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tensors, dense = {}, {}
+    for name, t in model.state_dict().items():
+        t = torch.randn_like(t) / 8 if t.ndim < 3 else t
+        if t.ndim == 3:
+            experts, k, n = t.shape
+            tensors[f"{name}_blocks"] = torch.randint(256, (experts, n, k // 32, 16)).to(torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, n, k // 32)).to(torch.uint8)
+            parts = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+            dense[name] = mxfp4.convert_moe_packed_tensors(*parts)
+        else:
+            tensors[name] = dense[name] = t
+    names = sorted(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, of_file in files.items():
+        save_file({n: tensors[n].contiguous() for n in of_file}, folder / file)
+    index = {"metadata": {}, "weight_map": {n: file for file, of_file in files.items() for n in of_file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    settings = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder, dense
+
+
+def loaded(published, name="mxfp4_flow"):
+    return fp8moe.transformers.load_mxfp4(published[0], device="cpu", name=name, attn_implementation="eager")
+
+
+def dequantized(published, name="mxfp4_flow"):
+    config = transformers.GptOssConfig(**SIZES)
+    how = {"experts_implementation": name, "attn_implementation": "eager", "dtype": torch.bfloat16}
+    model = transformers.AutoModelForCausalLM.from_config(config, **how)
+    model.load_state_dict(published[1])
+    return model.eval()
+
+
+def results(model):
+    out = model(input_ids=TOKENS, labels=TOKENS)
+    out.loss.backward()
+    return out.logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(found, wanted):
+    (logits, grads), (right, right_grads) = found, wanted
+    assert torch.equal(logits, right)
+    assert grads.keys() == right_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, right_grads[name]), name
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_as_the_dequantized_model(published, name):
+    """Values of MXFP4 are exact in FP8, so both models multiply by the same numbers."""
+    model, dense = loaded(published, name), dequantized(published)
+    for n, p in dense.named_parameters():
+        p.requires_grad_(not n.endswith(("gate_up_proj", "down_proj")))
+    assert [*model.state_dict()] == [*dense.state_dict()]
+    packed = {n: p for n, p in model.named_parameters() if isinstance(p.data, MXFP4Weight)}
+    assert len(packed) == 4
+    for n, p in packed.items():
+        assert p.shape == published[1][n].shape
+        assert torch.equal(p.data.dequantize(), published[1][n])
+    assert_same_bits(results(model), results(dense))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_adapters_of_peft(published, name, tmp_path):
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+    def adapted(model):
+        config = peft.LoraConfig(r=6, lora_alpha=5, target_modules=[], target_parameters=targets)
+        model = peft.get_peft_model(model, config)
+        torch.manual_seed(1)
+        for p in model.parameters():
+            if p.requires_grad:
+                torch.nn.init.normal_(p, std=0.2)
+        return model
+
+    model = adapted(loaded(published, name))
+    found, wanted = results(model), results(adapted(dequantized(published)))
+    assert len(found[1]) == 8
+    assert_same_bits(found, wanted)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(dequantized(published), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=TOKENS).logits, found[0])
+
+
+@pytest.mark.parametrize("how", ["nothing", "recompute", "checkpointing"])
+def test_codes_between_forward_and_backward(published, how):
+    model = loaded(published, "mxfp4_recomputed" if how == "recompute" else "mxfp4_flow")
+    if how == "checkpointing":
+        model.train()
+        model.gradient_checkpointing_enable()
+    shapes = {(E, 256, H), (E, H, 128)}
+    saved = set()
+
+    def pack(t):
+        saved.add(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    assert shapes & saved == (shapes if how == "nothing" else set())
+    loss.backward()
+
+
+def test_state_dicts(published, tmp_path):
+    model, other = loaded(published), loaded(published)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=False)
+    w = other.model.layers[1].mlp.experts.gate_up_proj
+    w.data.blocks.zero_()
+    for assign in (False, True):
+        other.load_state_dict(state, assign=assign)
+        w = other.model.layers[1].mlp.experts.gate_up_proj
+        assert torch.equal(w.data.dequantize(), published[1]["model.layers.1.mlp.experts.gate_up_proj"])
+    with pytest.raises(RuntimeError, match=r"in MXFP4, .* to be written as bfloat16; wanted the adapters"):
+        model.save_pretrained(tmp_path / "folder")
+
+
+def test_only_experts_in_fp8_compute_with_the_weights(published):
+    model = loaded(published)
+    w = model.model.layers[0].mlp.experts.down_proj
+    before = w.data.blocks.clone()
+    for operation in (lambda: w + 1, lambda: w.float(), lambda: w.data.mul_(2), lambda: w[0], model.float):
+        with pytest.raises(NotImplementedError, match=r"in MXFP4, \[4, 96, 160\]|in MXFP4, \[4, 160, 192\]"):
+            operation()
+    assert torch.equal(w.data.blocks, before)
+    assert torch.equal(copy.deepcopy(w).data.blocks, before)
+    model.set_experts_implementation("eager")
+    with pytest.raises(NotImplementedError, match="in MXFP4"):
+        model(input_ids=TOKENS)
+    model.set_experts_implementation("mxfp4_bf16")
+    with pytest.raises(NotImplementedError, match="GptOssExperts: got experts in MXFP4 with recipe 'bf16'"):
+        model(input_ids=TOKENS)
+
+
+def test_other_checkpoints_are_refused(published, tmp_path):
+    folder = published[0]
+    load = fp8moe.transformers.load_mxfp4
+    with pytest.raises(ValueError, match="name: got 'absent', which is not registered"):
+        load(folder, device="cpu", name="absent")
+    with pytest.raises(ValueError, match="name: got 'mxfp4_bf16' with recipe 'bf16'; wanted an FP8 recipe"):
+        load(folder, device="cpu", name="mxfp4_bf16")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    first = next(tmp_path.glob("model-00001*"))
+    tensors = load_file(first)
+    gone = min(n for n in tensors if n.endswith(("_blocks", "_scales")))
+    kept = {n: t for n, t in tensors.items() if n != gone}
+    config = (tmp_path / "config.json").read_text()
+    name = re.escape(re.sub("_blocks|_scales", "", gone))
+    for of_file, settings, message in (
+        (kept, config, f"got no {name}; wanted every tensor of the model"),
+        (
+            tensors | {"extra": torch.ones(2)},
+            config,
+            r"got extra \[2\]; the model of config.json has no such",
+        ),
+        (
+            tensors,
+            config.replace(f'"intermediate_size": {F}', '"intermediate_size": 64'),
+            r"config.json has \[",
+        ),
+        (tensors, config.replace("mxfp4", "fp8"), "a gpt_oss in fp8; wanted gpt-oss in MXFP4"),
+    ):
+        save_file(of_file, first)
+        (tmp_path / "config.json").write_text(settings)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, device="cpu", name="mxfp4_flow")
