@@ -1,8 +1,10 @@
 """Models of transformers as checkpoints: read by transformers' own loader, and by safetensors."""
 
+import importlib.util
 import json
 import re
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -534,3 +536,21 @@ def test_peft_does_not_merge_into_codes(tmp_path, in_codes, how, options, target
         assert (bits(w).numpy() != wanted.view(np.uint8)).mean() < 1e-4
         settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
         assert name[:-7] not in settings["ignored_layers"]
+
+
+def test_the_example_trains_merges_and_exports(tmp_path, capsys):
+    """At toy size: the merged checkpoint keeps the larger part of what training has gained."""
+    path = Path(__file__).parent.parent / "examples/finetune_fp8_lora.py"
+    spec = importlib.util.spec_from_file_location("finetune_fp8_lora", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    before, after, tuned = example.main(["--steps", "12", "--out", str(tmp_path / "out")])
+    assert after < before - 0.05
+    assert abs(tuned - after) < (before - after) / 2
+    assert (tmp_path / "out/adapter/adapter_model.safetensors").exists()
+    assert len(read(tmp_path / "out/merged")) > 2 * 8 * 3 * 2
+    output = capsys.readouterr().out
+    assert output.count("of the adapter; 0 values saturated") == 4
+    with pytest.raises(SystemExit, match="0"):
+        example.main(["--help"])
+    assert "--checkpoint" in capsys.readouterr().out
