@@ -61,7 +61,19 @@ __device__ __forceinline__ u32 load_nibbles(const u8* from, i64 count) {
   return from[0] | (u32)from[1] << 8 | (u32)from[2] << 16 | (u32)from[3] << 24;
 }
 
-#define ROOM 6  // 6 * 2^6 = 384, the largest e2m1 value times this, is an e4m3 value
+#define ROOM 6    // 6 * 2^6 = 384, the largest e2m1 value times this, is an e4m3 value
+#define EXACT -5  // .5 * 2^-5 = 2^-6, the smallest e2m1 value times this, is e4m3's smallest normal value
+
+// e4m3 codes of eight e2m1 codes times 2^shift, from EXACT to ROOM, or of zeros times anything: between
+// normal values a power of two adds to the exponent, so a table of the eight magnitudes' codes replaces
+// conversions.
+__device__ __forceinline__ uint2 shifted_codes(u32 word, int shift) {
+  const u32 low = 0x3c383000u + (u32)shift * 0x08080800u;   // 0, .5, 1, 1.5: the first is zero
+  const u32 high = 0x4c484440u + (u32)shift * 0x08080808u;  // 2, 3, 4, 6
+  const u32 magnitudes = word & 0x77777777u, signs = word >> 3 & 0x11111111u;
+  return make_uint2(__byte_perm(low, high, magnitudes & 0xffffu) | __byte_perm(0x8000u, 0u, signs & 0xffffu),
+                    __byte_perm(low, high, magnitudes >> 16) | __byte_perm(0x8000u, 0u, signs >> 16));
+}
 
 // MXFP4 to e4m3 codes with one scale per (128, 128) block, in one or both orientations. The block's scale is
 // 2^-6 times the largest scale of its 32s that are not all zero, at least 2^-126, and 1 for a block of zeros.
@@ -100,9 +112,13 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS)
   uint2 code[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    // a block of zeros may have any scale; far below the smallest code every value is rounded to zero
-    const float factor = exponent[i] == 255 ? __uint_as_float(0x7fc00000u)
-                                            : power_of_two(min(max(exponent[i] - base, -100), ROOM));
+    const int shift = exponent[i] - base;
+    if (exponent[i] < 255 && (shift >= EXACT || (word[i] & 0x77777777u) == 0u)) {
+      code[i] = shifted_codes(word[i], shift);
+      continue;
+    }
+    // far below the smallest code every value is rounded to zero
+    const float factor = exponent[i] == 255 ? __uint_as_float(0x7fc00000u) : power_of_two(max(shift, -100));
     u32 words[2] = {};
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
