@@ -3,6 +3,8 @@
 import json
 import random
 import sys
+import threading
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 import torch
 from backends import over
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8moe
 from fp8moe.__main__ import main
+from fp8moe.adapters.torch import stats
 from fp8moe.layer.casts import casts_of, layer_in_bf16, rounded
 from fp8moe.torch import (
     FP8FlowMoE,
@@ -360,6 +364,29 @@ def test_transformers_experts():
     model.activation_checkpointing_enable()
     again = diagnose(model, {"input_ids": ids, "labels": ids})
     assert [layer.tensors for layer in again.layers] == [layer.tensors for layer in found.layers]
+
+
+def test_what_a_gpu_computes_again_in_another_thread(monkeypatch):
+    """Autograd's own, in which a backward on a GPU runs."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.experts, self.last = nn.Linear(H, H), layer_of(), nn.Linear(H, H)
+
+        def part(self, x):
+            return self.last(self.experts(self.first(x)).tanh())
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    model, x = Checkpointed(), torch.randn(T, H)
+    found = diagnose(model, x, loss=square)
+    own, in_backward = threading.get_ident(), lambda: torch._C._current_graph_task_id() != -1
+    monkeypatch.setattr(stats, "threading", SimpleNamespace(get_ident=lambda: own + in_backward()))
+    again = diagnose(model, x, loss=square)
+    assert (again.layers, again.loss) == (found.layers, found.loss)
+    assert stats.observers == {}
 
 
 def test_compiled_modules_run_eagerly():

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -270,9 +271,16 @@ class _Run:
             stack.callback(observers.pop, thread)
             self.anchor = torch.zeros((), requires_grad=True)
             loss = compute()
+            loss.register_hook(partial(self._observe_backward, stack))
             inputs = [self.anchor, *parameters.values()]
             _, *grads = torch.autograd.grad(loss, inputs, allow_unused=True)
             return loss.item(), dict(zip(parameters, grads, strict=True))
+
+    def _observe_backward(self, stack: contextlib.ExitStack, _: Tensor) -> None:
+        """Before any other node of it."""
+        task = ~torch._C._current_graph_task_id()
+        observers[task] = self.experts
+        stack.callback(observers.pop, task)
 
     def _leave(self) -> None:
         self.inside.pop()

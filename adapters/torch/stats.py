@@ -23,13 +23,16 @@ from fp8moe.formats import FORMATS
 
 __all__ = ["LayerStats", "TensorStats", "tensor_stats"]
 
-#: what computes the experts in place of this library, by thread: `fp8moe.torch.diagnose`, while it runs
+#: what computes the experts in place of this library, `fp8moe.torch.diagnose` while it runs: by its thread,
+#: and by ``~task`` of its backward, in which autograd's thread of a GPU computes checkpointed layers again
 observers: dict[int, Callable[..., Tensor]] = {}
 
 
 def observer() -> Callable[..., Tensor] | None:
-    """That of this thread; compiled code has none."""
-    return observers.get(threading.get_ident()) if observers else None
+    """That of this thread, or of the backward that runs in it; compiled code has none."""
+    if not observers:
+        return None
+    return observers.get(threading.get_ident()) or observers.get(~torch._C._current_graph_task_id())
 
 
 FORMAT = "e4m3"  # format of activations and gradients in the FP8 recipes, with blocks of (1, 128)
