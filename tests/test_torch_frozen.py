@@ -66,9 +66,13 @@ def bytes_of(layer):
     return [t.clone() for t in layer.buffers()]
 
 
-def in_float64(projections, x, ids, probs):
+def in_float64(projections, *rows):
+    return in_float64_of([values(*p) for p in projections], *rows)
+
+
+def in_float64_of(weights, x, ids, probs):
     """y of float64 x and probs, an expert at a time."""
-    gate, up, down = (values(*p) for p in projections)
+    gate, up, down = weights
     y = torch.zeros_like(x)
     for e in range(E):
         at, place = (ids == e).nonzero(as_tuple=True)
@@ -367,6 +371,95 @@ def test_distributed_wrappers():
         assert all(map(torch.equal, bytes_of(other[1]), bytes_of(model[1])))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_adapters_of_a_layer(device, recompute):
+    """Gradients against float64 with the sums that the layer never forms; then training, of the adapters
+    alone, after which the codes have their bytes."""
+    projections, rank, alpha = published(device), 5, 8.0
+    layer = layer_of(projections, recompute=recompute).add_lora(rank, alpha=alpha)
+    layer.router.requires_grad_(False)
+    adapters = [p for p in layer.parameters() if p.requires_grad]
+    names = [f"lora.{w}.lora_{m}" for w in ("w13", "w2") for m in "AB"]
+    assert [n for n, p in layer.named_parameters() if p.requires_grad] == names
+    assert [tuple(p.shape) for p in adapters] == [(E, rank, H), (E, 2 * F, rank), (E, rank, F), (E, H, rank)]
+    before, x = bytes_of(layer), tokens(device)
+    _, ids, probs = layer.route(x.detach())
+    assert torch.equal(layer(x, ids, probs), layer(x, ids, probs))
+    near(layer(x, ids, probs), in_float64(projections, x.double(), ids, probs.double()))  # B is zero
+    with torch.no_grad():
+        for p in adapters[1::2]:
+            p.normal_(std=0.02)
+    probs = probs.detach().requires_grad_()
+    y = layer(x, ids, probs)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    leaves = x, probs, *adapters
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    of13, of2 = (alpha / rank * b @ a for a, b in (wide[2:4], wide[4:6]))
+    sums = [values(*p) for p in projections]
+    wanted = in_float64_of(
+        [sums[0] + of13[:, :F], sums[1] + of13[:, F:], sums[2] + of2], wide[0], ids, wide[1]
+    )
+    wanted.backward(dy.double())
+    near(y, wanted)
+    for leaf, right in zip(leaves, wide, strict=True):
+        near(leaf.grad, right.grad)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    target = torch.randn(T, H, device=device) * y.detach().float().std()
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        losses.append((layer(x.detach(), ids, probs.detach()).float() - target).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(map(torch.equal, bytes_of(layer), before))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
+def test_adapters_are_saved_alone_and_refused_by_name():
+    layer, x = layer_of().add_lora(4, alpha=2, use_rslora=True, dropout=0.5, targets=["w2"]), tokens()
+    assert layer.lora["w2"].scaling == 1.0  # alpha / sqrt(r)
+    with torch.no_grad():
+        layer.lora["w2"].lora_B.normal_()
+    assert not torch.equal(layer(x), layer(x))  # dropout
+    layer.eval()
+    saved = {n: t for n, t in layer.state_dict().items() if ".lora_" in n}
+    other = layer_of().add_lora(4, alpha=2, use_rslora=True, targets=["w2"]).eval()
+    other.load_state_dict(layer.state_dict() | {n: torch.zeros_like(t) for n, t in saved.items()})
+    assert not torch.equal(other(x), layer(x))
+    other.load_state_dict(saved, strict=False)
+    for same in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(same(x), layer(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), other(x))
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(x), layer(x))
+    with pytest.raises(ValueError, match="add_lora: got a layer with adapters"):
+        layer.add_lora(4)
+    for given, error, words in (
+        ({"rank": 0}, ValueError, "rank: got 0"),
+        ({"rank": 4, "targets": ["w1"]}, ValueError, "targets: got 'w1'"),
+        ({"rank": 4, "targets": []}, ValueError, "targets: got none"),
+        ({"rank": 4, "dropout": 1.0}, ValueError, "dropout: got 1.0"),
+        ({"rank": 4, "dtype": torch.uint8}, TypeError, "dtype: got torch.uint8"),
+    ):
+        bare = layer_of()
+        with pytest.raises(error, match=words):
+            bare.add_lora(**given)
+        assert bare.lora is None
+    with pytest.raises(NotImplementedError, match="save: got 'fp8' with lora"):
+        layer_of(save="fp8").add_lora(4)
+    with pytest.raises(
+        NotImplementedError, match=r"add_lora: got a layer of floating-point .*from_quantized"
+    ):
+        FP8FlowMoE(H, F, E, K).add_lora(4)
+    with pytest.raises(NotImplementedError, match=r"model: got a layer with adapters"):
+        fp8moe.torch.memory(layer, 64)
+    layer.collect_stats = True
+    with pytest.raises(NotImplementedError, match="collect_stats: got True with adapters"):
+        layer(x)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,8 @@ from fp8moe.adapters.torch.configs import experts_of_model
 from fp8moe.adapters.torch.experts import like_of
 from fp8moe.adapters.torch.frozen import FrozenWeight, refuse_broadcast, row_codes, tensors_of
 from fp8moe.adapters.torch.functional import apply_experts
+from fp8moe.adapters.torch.lora import check_lora
+from fp8moe.adapters.torch.low_rank import LowRank, pair_of
 from fp8moe.adapters.torch.operands import FP8_BLOCK, Operands, round_up_to_block
 from fp8moe.adapters.torch.operation import (
     check_float,
@@ -310,6 +312,7 @@ class FP8FlowMoE(nn.Module):
         else:
             self.w13, self.w2 = (FrozenWeight(q, ranks.mesh).to(device) for q in codes)
             self._check_weights(self.w13, self.w2)
+        self.lora: nn.ModuleDict | None = None
         self.register_load_state_dict_pre_hook(_shards_given)
         self._own_state()
         self._checksum: tuple[Any, int] | None = None  # the router's configuration and checksum
@@ -513,6 +516,9 @@ class FP8FlowMoE(nn.Module):
             self.router.reset_parameters()
         self._checksum = None
         self._reset_experts()
+        adapters: Any = () if self.lora is None else self.lora.values()
+        for adapter in adapters:
+            adapter.reset_parameters()
 
     def _reset_experts(self) -> None:
         for name in () if self._is_frozen else ("w13", "w2"):
@@ -595,7 +601,8 @@ class FP8FlowMoE(nn.Module):
             check_tensor("topk_ids", topk_ids)
             if topk_ids.shape[:-1] == padding.shape:  # the experts refuse other shapes
                 topk_ids = topk_ids.masked_fill(padding[:, None], -1)
-        compute = self._compute if torch.compiler.is_compiling() else self._compute_eagerly
+        traced = torch.compiler.is_compiling() and self.lora is None
+        compute = self._compute if traced else self._compute_eagerly
         y = compute(tokens, topk_ids, topk_probs, weights, is_first_microbatch, announced, how)
         if y.dtype == x.dtype and y.shape == x.shape:
             return y
@@ -619,6 +626,92 @@ class FP8FlowMoE(nn.Module):
         self._check_weights(w13, w2)
         if self._options.limits_gemms and not torch.compiler.is_compiling():
             self._check_backend(x)
+
+    def add_lora(
+        self,
+        rank: int,
+        *,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        use_rslora: bool = False,
+        targets: Sequence[str] = ("w13", "w2"),
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Add low-rank adapters (LoRA) to a layer of frozen FP8 codes, to be trained in their place.
+
+        y of every forward is then that of w + scaling * B @ A, which is never formed, as with ``lora`` of
+        `fp8moe.torch.moe_experts`. The parameters are ``lora.w13.lora_A`` [E, r, H], ``lora.w13.lora_B``
+        [E, 2F, r], ``lora.w2.lora_A`` [E, r, F] and ``lora.w2.lora_B`` [E, H, r]; A is random and B zeros, as
+        PEFT's. In compiled code the layer has a graph break.
+
+        Parameters
+        ----------
+        rank : int
+            r.
+        alpha : float or None
+            scaling = alpha / r, or alpha / sqrt(r) with ``use_rslora``; None: r, so that scaling is 1 without
+            it.
+        dropout : float
+            As in `fp8moe.torch.LoRA`; 0 in evaluation mode.
+        use_rslora : bool
+            Rank-stabilised scaling.
+        targets : sequence of "w13" and "w2"
+            The weights that get an adapter.
+        dtype : dtype
+            Of the parameters; the GEMMs multiply in bfloat16.
+
+        Returns
+        -------
+        FP8FlowMoE
+            The layer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a wrong value, or a layer that has adapters.
+        NotImplementedError
+            For a layer of floating-point weights, with a process_group, or with save="fp8".
+
+        Examples
+        --------
+        >>> import torch
+        >>> from fp8moe.torch import FP8FlowMoE, quantize_fp8_weights
+        >>> w13, w2 = quantize_fp8_weights(torch.randn(4, 256, 64), torch.randn(4, 64, 128))
+        >>> layer = FP8FlowMoE.from_quantized(w13, w2, topk=2).add_lora(8, alpha=16)
+        >>> layer(torch.randn(10, 64)).sum().backward()
+        >>> layer.lora["w2"].lora_B.grad.shape
+        torch.Size([4, 64, 8])
+        """
+        if not self._is_frozen:
+            raise NotImplementedError(
+                "add_lora: got a layer of floating-point weights; wanted one of frozen FP8 codes, "
+                "FP8FlowMoE.from_quantized(*quantize_fp8_weights(w13, w2), topk); or pass "
+                "fp8moe.torch.moe_experts(..., lora=)"
+            )
+        if self.lora is not None:
+            raise ValueError("add_lora: got a layer with adapters; wanted one without; set layer.lora = None")
+        rank, rslora = checks.integer("rank", rank, 1), checks.flag("use_rslora", use_rslora)
+        names = [checks.choice("targets", name, ("w13", "w2")) for name in targets]
+        if not names:
+            raise ValueError("targets: got none; wanted 'w13', 'w2' or both")
+        if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+            raise TypeError(f"dtype: got {dtype}; wanted one of {', '.join(map(str, _DTYPES))}")
+        scaling = 1.0 if alpha is None else checks.number("alpha", alpha, 0) / rank
+        if rslora:
+            scaling *= math.sqrt(rank)
+        experts, rows = self._num_experts, self._options.activation.columns(self._ffn)
+        shapes = {"w13": (experts, rows, self._hidden), "w2": (experts, self._hidden, self._ffn)}
+        options = {"device": self.w13.weight.device, "dtype": dtype}
+        adapters = nn.ModuleDict({n: LowRank(shapes[n], rank, scaling, dropout, **options) for n in names})
+        self._checked_lora(adapters, [self.w13.quantized, self.w2.quantized])
+        self.lora = adapters
+        return self
+
+    def _checked_lora(self, adapters: nn.ModuleDict, codes: Sequence[Quantized]) -> Any:
+        """The adapters of a forward, with the options that this one has."""
+        if self._collect_stats:
+            raise NotImplementedError("collect_stats: got True with adapters (LoRA); wanted False")
+        return check_lora(pair_of(adapters), codes, None, self._options, self._ranks.comm)
 
     def route(self, tokens: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, ...]:
         """Select the experts of tokens, in the forward; subclasses may override it.
@@ -783,14 +876,15 @@ class FP8FlowMoE(nn.Module):
     ) -> Tensor:
         """The experts' y. first: the forward's ``is_first_microbatch``. announced: from `_announced`. how:
         from `_how`."""
-        codes, like, state, masters = None, None, weights_of(self), weights
+        codes, like, lora, state, masters = None, None, None, weights_of(self), weights
         if self._is_frozen:
             codes, masters = tuple([w.quantized for w in weights]), (None, None)
+            lora = None if self.lora is None else self._checked_lora(self.lora, codes)
             if not torch.compiler.is_compiling():
                 refuse_broadcast(*weights)
         elif how is None or first is not None or state.declared or state.copies is not None:
             codes = codes_of(self, weights, (x, probs), first)
-        if how is not None and not self._collect_stats:
+        if how is not None and not self._collect_stats and lora is None:
             like = like_of(how, x, (masters[0], None, masters[1], None), ids, probs, codes)
             if like is not None and like.known is not None:
                 return like.run()
@@ -813,7 +907,7 @@ class FP8FlowMoE(nn.Module):
             ffn = self._ffn if self._ffn % FP8_BLOCK[1] else None
         operands = Operands(own, codes, ffn, masters)
         to_ranks = {"comm": ranks.comm, "announced": announced, "handle": self._handle}
-        of_call: dict[str, Any] = {"collector": collector, "like": like, **to_ranks}
+        of_call: dict[str, Any] = {"collector": collector, "like": like, "lora": lora, **to_ranks}
         return apply_experts(x, operands, ids, probs, torch.bfloat16, options, **of_call)
 
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.

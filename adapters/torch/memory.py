@@ -68,6 +68,10 @@ def _of_layer(layer: FP8FlowMoE, tokens: int) -> LayerMemory:
             "model: got a layer with recipe='bf16', whose products may be torch's, of which autograd keeps "
             f"more; wanted an FP8 recipe; {fix}"
         )
+    if layer.lora is not None:
+        raise NotImplementedError(
+            f"model: got a layer with adapters (LoRA), which save rows of their own; {fix}"
+        )
     weights = {} if layer._is_frozen else {"dw13": layer.w13, "dw2": layer.w2}
     held = fp8moe.memory(
         tokens,
