@@ -207,3 +207,14 @@ def test_other_checkpoints_are_refused(published, tmp_path):
         (tmp_path / "config.json").write_text(settings)
         with pytest.raises(ValueError, match=message):
             load(tmp_path, device="cpu", name="mxfp4_flow")
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-glm"])
+def test_benchmark_of_fine_tuning(monkeypatch, tmp_path, model):
+    pytest.importorskip("peft")
+    finetune = pytest.importorskip("benchmarks.finetune")
+    monkeypatch.setattr("sys.argv", ["", "--model", model, "--tokens", "32", "--out", f"{tmp_path}/rows"])
+    finetune.main()
+    row = json.loads((tmp_path / "rows").read_text())
+    assert (row["name"], row["tokens"], row["layers"]) == (model, 32, 2)
+    assert row["tokens_per_s"] > 0
