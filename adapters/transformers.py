@@ -550,13 +550,15 @@ def _refuse_merges_into_codes() -> None:
                 continue
             own = getattr(layer, "parameter_name", "weight")
             w = getattr(layer.get_base_layer(), own, None)
-            if isinstance(w, Tensor) and w.dtype.is_floating_point and w.dtype.itemsize == 1:
+            if isinstance(w, MXFP4Weight) or (
+                isinstance(w, Tensor) and w.dtype.is_floating_point and w.dtype.itemsize == 1
+            ):
+                form = "MXFP4" if isinstance(w, MXFP4Weight) else w.dtype
                 place = ".".join([part for part in name.split(".") if part != "base_layer"] + [own])
                 raise NotImplementedError(
-                    f"{place}: got adapters to merge into {w.dtype}, codes whose scales PEFT does not know; "
+                    f"{place}: got adapters to merge into {form}, codes whose scales PEFT does not know; "
                     "wanted weights; call fp8moe.transformers.export(model, folder), which merges them into "
-                    "the checkpoint that it writes, or load the model with "
-                    "quantization_config=FineGrainedFP8Config(dequantize=True)"
+                    "the checkpoint that it writes, or load the model dequantised"
                 )
         original(self)
 

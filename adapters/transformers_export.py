@@ -27,6 +27,7 @@ from fp8moe.adapters import transformers as of_transformers
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.lora import LoRA
 from fp8moe.adapters.torch.merge import MergeReport, Sums, added_by, by_tile, merged_codes, merged_values
+from fp8moe.adapters.torch.mxfp4 import MXFP4Weight
 from fp8moe.adapters.torch.operands import round_up_to_block
 from fp8moe.checkpoints.convert import PARTIAL_TILES, settings_of, unquantized
 from fp8moe.checkpoints.shards import Group, Plan, write_checkpoint
@@ -70,7 +71,8 @@ def export(
     ----------
     model : PreTrainedModel or PeftModel
         Whose experts this library computes (``experts_implementation="fp8moe"`` with an FP8 recipe), with
-        weights of bfloat16, float16 or float32, or frozen codes of block FP8; with or without PEFT's LoRA.
+        weights of bfloat16, float16 or float32, or frozen codes of block FP8 (for "bf16" also of MXFP4, as
+        `load_mxfp4` makes them); with or without PEFT's LoRA.
         Whole on this rank; other ranks must not call this.
     folder : str or Path
         A folder without a checkpoint. After an error nothing of it is left.
@@ -186,12 +188,14 @@ def _state_of(base: Any) -> tuple[dict[str, Tensor], set[str]]:
             raise NotImplementedError(f"{name}: got {w.dtype}; wanted a dtype of {[*DTYPES.values()]}")
     for name in base._keys_to_ignore_on_save or ():
         state.pop(name, None)
+    packed = {name: w for name, w in state.items() if isinstance(w, MXFP4Weight)}
+    state = {name: w for name, w in state.items() if name not in packed}
     names: dict[int, set[str]] = {}
     for name, w in state.items():
         if w.numel():
             names.setdefault(w.data_ptr(), set()).add(name)
     tied = {name for same in names.values() if len(same) > 1 for name in same}
-    return remove_tied_weights_from_state_dict(state, base), tied
+    return remove_tied_weights_from_state_dict(state, base) | packed, tied
 
 
 def _adapters_of(base: nn.Module) -> dict[str, Added]:
@@ -226,8 +230,9 @@ def _adapters_of(base: nn.Module) -> dict[str, Added]:
     return added
 
 
-def _of_linear(layer: Any, names: list[str], _: int) -> Tensor:
-    return torch.stack([layer.get_delta_weight(a).double() for a in names]).sum(0)
+def _of_linear(layer: Any, names: list[str], matrix: int) -> Tensor:
+    whole = torch.stack([layer.get_delta_weight(a).double() for a in names]).sum(0)
+    return whole[matrix] if whole.dim() == 3 else whole  # of a convolution
 
 
 def _of_experts(wrapper: Any, names: list[str], expert: int) -> Tensor:
@@ -313,17 +318,22 @@ class _Weight:
     def make(self) -> tuple[Tensor, Tensor | None]:
         """As `shapes`, with values."""
         w, scales, added = self.tensor, self.scales, self.added
-        if self.is_experts:
+        packed = isinstance(w, MXFP4Weight)
+        if self.is_experts and not packed:
             _check_values(self.name, w, scales)
-        if added is None and (w.dtype == self.dtype or (scales is None and self.dtype != E4M3)):
+        if (
+            added is None
+            and not packed
+            and (w.dtype == self.dtype or (scales is None and self.dtype != E4M3))
+        ):
             return w.to(self.dtype), scales
         matrices = w if w.dim() == 3 else w[None]
         factors = scales if scales is None or w.dim() == 3 else scales[None]
         report = None
         if self.dtype != E4M3:
-            result, factors_of = torch.empty_like(matrices, dtype=self.dtype), None
-            wide = (m.double() for m in matrices) if factors is None else self._values(matrices, factors)
-            report = merged_values(wide, added or _nothing, result, self.name)
+            result, factors_of = torch.empty(matrices.shape, dtype=self.dtype, device=w.device), None
+            values = self._values(matrices, factors)
+            report = merged_values(values, added or _nothing, result, self.name)
         elif factors is not None and added is not None:
             result, factors_of, report = merged_codes(matrices, factors, added, self.parts, self.name)
         elif added is not None:
@@ -356,9 +366,20 @@ class _Weight:
         codes, scales = fp8moe.to_block_fp8(q, parts=self.parts, rows=rows)
         return torch.cat(codes, 1).view(E4M3), torch.cat(scales, 1)
 
-    def _values(self, codes: Tensor, scales: Tensor) -> Iterator[Tensor]:
-        """Of the matrices of codes, in float64."""
-        for matrix, factors in zip(codes, scales, strict=True):
+    def _values(self, matrices: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
+        """Of each matrix, in float64."""
+        if isinstance(matrices, MXFP4Weight):
+            for e in range(len(matrices.blocks)):
+                yield (
+                    MXFP4Weight(matrices.blocks[e : e + 1], matrices.scales[e : e + 1])
+                    .dequantize()[0]
+                    .double()
+                )
+            return
+        if scales is None:
+            yield from (matrix.double() for matrix in matrices)
+            return
+        for matrix, factors in zip(matrices, scales, strict=True):
             both = zip(matrix.tensor_split(self.parts), factors.tensor_split(self.parts), strict=True)
             yield torch.cat([m.double() * by_tile(f, m.shape) for m, f in both])
 

@@ -16,6 +16,7 @@ import transformers
 
 import fp8moe.torch
 import fp8moe.transformers
+from fp8moe.demo.text import shakespeare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -76,7 +77,7 @@ def main(arguments=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", help="folder or name of a block-FP8 checkpoint (default: a toy)")
-    parser.add_argument("--text", type=Path, default=Path(__file__).with_name("README.md"))
+    parser.add_argument("--text", type=Path, help="file to train on (default: plays of Shakespeare)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lr", type=float, help="(default: 1e-2 for the toy, else 2e-4)")
@@ -87,7 +88,9 @@ def main(arguments=None):
 
     fp8moe.transformers.enable(recipe="fp8_flow")
     with tempfile.TemporaryDirectory() as temporary:
-        out, source, text = given.out or Path(temporary), given.checkpoint, given.text.read_text()
+        out, source, text = given.out or Path(temporary), given.checkpoint, bytes(shakespeare()).decode()
+        if given.text is not None:
+            text = given.text.read_text()
         if source is None:
             source, tokenizer, tokens = Path(temporary) / "toy", Bytes(), list(text.encode())
             make_toy(source, tokens)

@@ -20,6 +20,7 @@ warnings.filterwarnings("ignore", module="transformers")
 import fp8moe.torch  # noqa: E402
 from fp8moe.adapters import transformers as adapter  # noqa: E402
 from fp8moe.adapters.torch import operands  # noqa: E402
+from fp8moe.adapters.torch.mxfp4 import parameter  # noqa: E402
 from fp8moe.checkpoints import shards  # noqa: E402
 from fp8moe.transformers import export  # noqa: E402
 
@@ -219,19 +220,22 @@ def adapted(model, **changed):
     return model
 
 
-def added_by(model, layer, name):
-    """In float64, of PEFT's layout of matrices."""
-    matrices = {
-        side: next(
+def matrices_of(model, layer, width, height):
+    """A [E, R, in] and B [out, R, E] in float64, of PEFT's layout."""
+    sizes = {"lora_A": (1, width), "lora_B": (0, height)}
+    a, b = (
+        next(
             p.detach().double()
             for n, p in model.named_parameters()
-            if f"layers.{layer}.mlp.experts" in n
-            and f"lora_{side}" in n
-            and p.shape[1 if side == "A" else 0] == sizes
+            if f"layers.{layer}.mlp.experts" in n and side in n and p.shape[axis] == size
         )
-        for side, sizes in zip("AB", {"gate_up": (H, 2 * F), "down": (F, H)}[name], strict=True)
-    }
-    a, b = matrices["A"].reshape(E, R, -1), matrices["B"].reshape(-1, R, E)
+        for side, (axis, size) in sizes.items()
+    )
+    return a.reshape(E, R, -1), b.reshape(-1, R, E)
+
+
+def added_by(model, layer, name):
+    a, b = matrices_of(model, layer, *{"gate_up": (H, 2 * F), "down": (F, H)}[name])
     return 1.5 * torch.einsum("ore,eri->eoi", b, a)
 
 
@@ -325,6 +329,39 @@ def test_frozen_codes_in_bfloat16(tmp_path, in_codes):
         assert torch.equal(x, wanted), name
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not hasattr(plain.config, "quantization_config")
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_mxfp4_in_bfloat16(tmp_path, with_adapters):
+    """gpt-oss as `load_mxfp4` makes it: what transformers dequantises, [E, in, out], plus the adapters."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    model, values = model_of("GptOss", num_local_experts=E, intermediate_size=96), {}
+    for i, layer in enumerate(model.model.layers):
+        for name, (rows, columns) in {"gate_up_proj": (192, H), "down_proj": (H, 96)}.items():
+            blocks = torch.randint(256, (E, rows, columns // 32, 16)).to(torch.uint8)
+            scales = torch.randint(110, 118, (E, rows, columns // 32)).to(torch.uint8)
+            setattr(layer.mlp.experts, name, parameter(blocks, scales))
+            values[f"model.layers.{i}.mlp.experts.{name}"] = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    if with_adapters:
+        model = adapted(model)
+    reports = export(model, tmp_path / "out", "bf16")
+    every = read(tmp_path / "out")
+    for name, w in values.items():
+        if with_adapters:
+            layer, (_, width, height) = int(name.split(".")[2]), w.shape
+            a, b = matrices_of(model, layer, width, height)
+            exact = w.double() + 1.5 * torch.einsum("ore,eri->eio", b, a)
+            assert (every[name] != exact.bfloat16()).double().mean() < 1e-5
+            assert 0 < reports[name].rounding < 2**-8
+        else:
+            assert torch.equal(every[name], w)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    if with_adapters:
+        with pytest.raises(
+            NotImplementedError, match=r"experts\.down_proj: got adapters to merge into MXFP4"
+        ):
+            model.merge_and_unload()
 
 
 KINDS = {
@@ -551,6 +588,3 @@ def test_the_example_trains_merges_and_exports(tmp_path, capsys):
     assert len(read(tmp_path / "out/merged")) > 2 * 8 * 3 * 2
     output = capsys.readouterr().out
     assert output.count("of the adapter; 0 values saturated") == 4
-    with pytest.raises(SystemExit, match="0"):
-        example.main(["--help"])
-    assert "--checkpoint" in capsys.readouterr().out
