@@ -3,6 +3,7 @@ node of autograd, with the activation between them."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -213,27 +214,28 @@ def _halves(
     ffn: int,
     first: LoRA | None,
     second: LoRA | None,
+    again: bool = False,
 ) -> Tensor:
-    """ffn: F without the codes' padding."""
+    """ffn: F without the codes' padding. again: for what the backward reads alone; y is not computed."""
     plans: list[Any] = []
     rows: Any = x, _dropped(x, first), probs, *_matrices(first), ids, w13, w2, bias13, _scaling(first)
     h, row_probs = _First.apply(*rows, options, ffn, plans)
     act = torch_ops.swiglu(h, row_probs, activation=options.activation)
     rows = act, _dropped(act, second), *_matrices(second), w2, _scaling(second)
-    return _Second.apply(*rows, options, ffn, *plans)  # type: ignore[no-any-return]
+    return _Second.apply(*rows, options, ffn, *plans, again)  # type: ignore[no-any-return]
 
 
 def _recomputed(*operands: Any) -> Tensor:
     """`_halves`, of which the backward makes all but the result again. The tensors are arguments of torch's
     checkpoint, which saves these: one that has changed since is noticed."""
     *arrays, options, ffn, first, second = operands
-    like = map_arrays(lambda _: PLACEHOLDER, tuple(arrays))
+    like, calls = map_arrays(lambda _: PLACEHOLDER, tuple(arrays)), itertools.count()
 
     def halves(*tensors: Any) -> Tensor:
         remaining = iter(tensors)
         given: Any = map_arrays(lambda _: next(remaining), like)
         given = *given, options, ffn, *[of and LoRA(next(remaining), next(remaining), *of) for of in both]
-        return _halves(*given)
+        return _halves(*given, again=next(calls) > 0)
 
     both = [None if w is None else (w.scaling, w.dropout) for w in (first, second)]
     matrices = [t for w in (first, second) if w is not None for t in (w.a, w.b)]
@@ -335,13 +337,13 @@ def _gemms(rows: Tensor, products: int) -> list[Any]:
 
 def _count(plan: PermutationPlan, sizes: tuple[int, int, int], requested: tuple[str, ...]) -> None:
     """Tells counters of FLOPs the GEMMs of a backward, which for the gradient of the rows are as large as the
-    forward's. sizes: columns and rows of w, and the rank."""
+    forward's, or that of u. sizes: columns and rows of w, and the rank."""
     if not dispatch_modes():
         return
     columns, rows, rank = sizes
     products = columns * rows * (not {"dx", "dprobs", "dact"}.isdisjoint(requested))
     products += rows * rank * (("db" in requested) + ("dz" in requested or "da" in requested))
-    products += columns * rank * (("dz" in requested) + ("da" in requested))
+    products += columns * rank * (("dz" in requested) + ("da" in requested) + ("u" in requested))
     _gemms.run(plan.data, plan.num_tokens * plan.max_experts_per_token * products)
 
 
@@ -382,18 +384,20 @@ class _First(torch.autograd.Function):
 
 class _Second(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, act, z, a, b, w2, scaling, options, ffn, plan):  # type: ignore[no-untyped-def]
+    def forward(ctx, act, z, a, b, w2, scaling, options, ffn, plan, again):  # type: ignore[no-untyped-def]
         read: Any = (None, None) if a is None else _read_by_gemms(a, b, scaling, act.dtype)
         rows: Any = None if a is None else act if z is None else z
         ctx.adds = _adds(act, w2.shape, options)
-        given: Any = act, rows, w2, *read, plan, options, ctx.adds
+        given: Any = None if again else act, rows, w2, *read, plan, options, ctx.adds
         y, low, u = core.second_forward(*given)
+        if again:
+            y = act.new_empty(plan.num_tokens, w2.shape[1])
         if low is not None:
             y.add_(low)
         inputs = {"dact": act, "dz": z, "da": a, "db": b}
         _save(ctx, inputs, w2, scaling, options, plan, (rows, u, *read))
         ctx.sizes = ffn, y.shape[1], ctx.rank
-        _count(plan, ctx.sizes, ("dact", "dz"))
+        _count(plan, ctx.sizes, ("u",) if again else ("dact", "dz"))
         return y
 
     @staticmethod
@@ -406,4 +410,4 @@ class _Second(torch.autograd.Function):
         dact, dz, da, db = core.second_backward(*given)
         _count(saved[-2], ctx.sizes, requested)
         dact, dz = _with_adapters(ctx, dact, dz)
-        return dact, dz, *_gradients(da, db, ctx), *[None] * 5
+        return dact, dz, *_gradients(da, db, ctx), *[None] * 6

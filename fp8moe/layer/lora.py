@@ -119,9 +119,11 @@ def second_forward(
     act: Any, z: Any, w2: Any, a: Any, b: Any, plan: PermutationPlan, options: LayerOptions, adds: bool
 ) -> tuple[Any, Any, Any]:
     """(y, low, u): y [T, H]; low [T, H], which is still to be added to it, or None; u = z @ a.T [P, R], for
-    `second_backward`, or None without an adapter (a None). act [P, F]; a: [E, R, F]; b: [E, H, R], in z's
-    dtype."""
+    `second_backward`, or None without an adapter (a None). act [P, F], None for u alone; a: [E, R, F]; b:
+    [E, H, R], in z's dtype."""
     offsets, gemm = plan.expert_offsets, options.gemm
+    if act is None:
+        return None, None, None if a is None else raw_grouped_gemm(z, a, offsets, **gemm)
     if options.precision.quantizes:
         rows = raw_grouped_gemm(raw_quantize(act), w2.rowwise, offsets, int32_counts(plan), **gemm)
     else:
