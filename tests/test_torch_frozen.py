@@ -161,6 +161,54 @@ def test_it_is_the_function_of_the_same_records(device):
         assert all(map(torch.equal, result, results[0]))
 
 
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_a_backward_holds_the_buffers_and_no_copy(device, recompute):
+    """In a first forward and in one by a recording."""
+    layer, x = layer_of(device=device, recompute=recompute), tokens(device)
+    for _ in range(2):
+        node = layer(
+            x, torch.zeros(T, K, dtype=torch.int64, device=device), torch.rand(T, K, device=device)
+        ).grad_fn
+        while not hasattr(node, "saved_tensors"):  # of a view
+            ((node, _),) = node.next_functions
+        saved = {t.data_ptr(): t.nbytes for t in node.saved_tensors}
+        codes = {t.data_ptr(): t.nbytes for t in layer.buffers()}
+        assert codes.items() <= saved.items()
+        rest = sum(n for at, n in saved.items() if at not in codes)
+        # arrays in one tensor begin at multiples of 256 bytes at most
+        assert rest <= fp8moe.torch.memory(layer, T)[""].saved + 16 * 256
+
+
+def test_published_forms_and_configurations():
+    """MXFP4, whose values e4m3 has: their products are those of the same values in float64."""
+    rng, shapes = generator(), ((E, 2 * 128, H), (E, H, 128))
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    records, dense = [], []
+    for experts, n, k in shapes:
+        blocks = rng.integers(0, 256, (experts, n, k // 32, 16), np.uint8)
+        exponents = rng.integers(118, 124, (experts, n, k // 32), np.uint8)
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(experts, n, k // 32, 32)
+        dense.append((table[codes] * 2.0 ** (exponents.astype(int) - 127)[..., None]).reshape(experts, n, k))
+        q, rounded = fp8moe.from_mxfp4(
+            torch.from_numpy(blocks), torch.from_numpy(exponents), parts=2 if n == 256 else 1
+        )
+        assert not rounded.any()
+        records.append(q)
+    sizes = {"hidden_size": H, "moe_intermediate_size": 128, "num_experts": E}
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "num_experts_per_tok": K,
+        **sizes,
+        "norm_topk_prob": True,
+    }
+    layer = FP8FlowMoE.from_config(config, frozen=tuple(records), weight_copies="rowwise")
+    x = tokens()
+    _, ids, probs = layer.route(x)
+    w13, w2 = map(torch.from_numpy, dense)
+    near(layer(x), in_float64_of([w13[:, :128], w13[:, 128:], w2], x.double(), ids, probs.double()))
+
+
 def test_compiled(device):
     layer, x = layer_of(device=device), tokens(device)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
