@@ -488,15 +488,25 @@ class _OfCodes(_OfExperts):
         return _codes_of(module)
 
 
+class _OfPacked(_OfExperts):
+    """Experts in MXFP4, of whose weights codes are made for each forward."""
+
+    form = "MXFP4"
+
+    @staticmethod
+    def frozen(module: Any) -> Sequence[Tensor]:
+        return [t for w in (module.gate_up_proj, module.down_proj) for t in (w.blocks, w.scales)]
+
+
 def _implementation_of(experts: Any) -> str:
     own = getattr(experts, "_fp8moe_implementation", None)  # of its expert parallelism
     return getattr(experts.config, "_experts_implementation", "") if own is None else own
 
 
 def _holder_of(module: nn.Module) -> type[Holder] | None:
-    if not has_interface(module) or _is_packed(module) or _implementation_of(module) not in _options:
+    if not has_interface(module) or _implementation_of(module) not in _options:
         return None
-    return _OfCodes if has_codes(module) else _OfExperts
+    return _OfPacked if _is_packed(module) else _OfCodes if has_codes(module) else _OfExperts
 
 
 holders_of_others.append(_holder_of)

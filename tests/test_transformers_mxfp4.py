@@ -143,6 +143,19 @@ def test_codes_between_forward_and_backward(published, how):
     loss.backward()
 
 
+def test_report_and_scopes(published):
+    model = loaded(published)
+    nbytes = sum(t.nbytes for p in model.model.layers[0].parameters() for t in vars(p.data).values())
+    lines = fp8moe.torch.model_report(model).splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith(f"experts: GptOssExperts, fp8_flow, frozen MXFP4, {nbytes} bytes")
+    with torch.no_grad():
+        right = model(input_ids=TOKENS).logits
+        with fp8moe.torch.weights_unchanged(model):
+            for _ in range(2):
+                assert torch.equal(model(input_ids=TOKENS).logits, right)
+
+
 def test_state_dicts(published, tmp_path):
     model, other = loaded(published), loaded(published)
     torch.save(model.state_dict(), tmp_path / "model.pt")

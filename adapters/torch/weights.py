@@ -49,9 +49,10 @@ class Holder:
     an `FP8Weights` refers to by its name.
 
     renewed: whether a forward whose ``is_first_microbatch`` is False makes new copies after a change, because
-    a trainer sets it, and copies are dropped before an optimizer's step."""
+    a trainer sets it, and copies are dropped before an optimizer's step.
+    form: of what `frozen` returns, in words."""
 
-    renewed = False
+    renewed, form = False, "FP8 codes"
 
     @staticmethod
     def masters(module: Any) -> dict[str, Tensor]:
@@ -580,7 +581,7 @@ def in_words(module: Any) -> str:
     if not options.precision.quantizes:
         return "no FP8 copies"
     if frozen := weights.holder.frozen(module):
-        return f"frozen FP8 codes, {sum(t.nbytes for t in frozen)} bytes"
+        return f"frozen {weights.holder.form}, {sum(t.nbytes for t in frozen)} bytes"
     gathers = gathers_of(module)
     gathered = f"fully_shard gathers {'; '.join(map(str, gathers))}" if gathers else ""
     if gathers and not any(padding.masters_because for padding in gathers):
