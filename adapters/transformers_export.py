@@ -447,6 +447,7 @@ def _plan(tensors: dict[str, Tensor]) -> Plan:
 
 
 def _made(publish: Callable[..., dict[str, Tensor]], weights: list[_Weight]) -> Iterator[Any]:
-    """Names and bytes."""
-    for name, t in publish([(w.name, *w.make()) for w in weights]).items():
-        yield name, t.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    """Names and bytes. One copy of a parameter from its device, not one of each expert's matrix."""
+    made = [(w.name, *(t if t is None else t.detach().cpu() for t in w.make())) for w in weights]
+    for name, t in publish(made).items():
+        yield name, t.contiguous().reshape(-1).view(torch.uint8).numpy()

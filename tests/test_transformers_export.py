@@ -588,3 +588,42 @@ def test_the_example_trains_merges_and_exports(tmp_path, capsys):
     assert len(read(tmp_path / "out/merged")) > 2 * 8 * 3 * 2
     output = capsys.readouterr().out
     assert output.count("of the adapter; 0 values saturated") == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to", ["block-fp8", "bf16"])
+def test_on_a_gpu(tmp_path, to):
+    """Codes as transformers loads them there, trained with adapters, and exported: the bytes are those of the
+    same model on the CPU, and the loaded model computes what it computed."""
+    peft = pytest.importorskip("peft")
+    export(model_of().cuda(), tmp_path / "base")
+    export(model_of(), tmp_path / "on_cpu")
+    assert all(
+        torch.equal(bits(x), bits(read(tmp_path / "on_cpu")[n])) for n, x in read(tmp_path / "base").items()
+    )
+
+    def load(folder):
+        how = {"experts_implementation": "fp8moe", "dtype": torch.bfloat16, "device_map": "cuda"}
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+
+    model = adapted(load(tmp_path / "base"))
+    assert {type(m).__name__ for m in model.modules()} >= {"FP8Experts"}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    ids = IDS.cuda()
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    again = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
+    reports = export(again, tmp_path / "out", to)
+    assert len(reports) == 6
+    with torch.no_grad():
+        assert (load(tmp_path / "out")(input_ids=ids).logits - logits).norm() <= FP8_NOISE * logits.norm()
+    export(again.cpu(), tmp_path / "of_cpu", to)
+    found, wanted = read(tmp_path / "out"), read(tmp_path / "of_cpu")
+    for name, x in wanted.items():
+        # sums of B A in another order may decide a tie
+        assert (bits(found[name]) != bits(x)).double().mean() < 1e-3, name

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from fp8moe.checkpoints.shards import (
     Plan,
     Tensor,
     Writer,
+    progress,
     read_checkpoint,
     read_header,
     read_object,
@@ -187,7 +185,7 @@ def _write_all(given: _Given, source: Path, target: Path, to: str, report: Calla
         places |= {tensor: name for tensor, *_ in plan}
         total += sum(nbytes for *_, nbytes in plan)
     rounded = 0
-    with _progress(sum(tensor.nbytes for name in plans for tensor in files[name].values())) as advance:
+    with progress(sum(tensor.nbytes for name in plans for tensor in files[name].values())) as advance:
         for name, plan in plans.items():
             with closing(Writer(target / name, plan, metadata)) as writer:
                 for tensor in files[name].values():
@@ -518,20 +516,3 @@ def _is_finished(path: Path, plan: Plan, metadata: dict[str, str]) -> bool:
             "this file removed"
         )
     return True
-
-
-class _progress:
-    """Bytes that are done: a bar on a terminal, if tqdm is installed."""
-
-    def __init__(self, total: int):
-        self._bar: Any = None
-        if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
-            tqdm = importlib.import_module("tqdm").tqdm
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
-
-    def __enter__(self) -> Callable[[int], object]:
-        return (lambda nbytes: None) if self._bar is None else self._bar.update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

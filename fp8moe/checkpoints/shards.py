@@ -7,8 +7,11 @@ shape and place; the header; the tensors.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -201,6 +204,23 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+class progress:
+    """Bytes that are done: a bar on a terminal, if tqdm is installed."""
+
+    def __init__(self, total: int):
+        self._bar: Any = None
+        if sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None:
+            tqdm = importlib.import_module("tqdm").tqdm
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+
+    def __enter__(self) -> Callable[[int], object]:
+        return (lambda nbytes: None) if self._bar is None else self._bar.update
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
 class Group(NamedTuple):
     """Tensors of a checkpoint that are made together, by a function that gives them in their order."""
 
@@ -235,17 +255,18 @@ def write_checkpoint(folder: Path, groups: list[Group], texts: dict[str, str], m
         names = sorted(tensor[0] for tensor in plan)
         twice = next(name for name, after in pairwise(names) if name == after)
         raise ValueError(f"{twice}: got two tensors of this name; wanted one")
-    writer = None
+    writer, current = None, -1
     try:
-        current = -1
-        for group in groups:
-            for (name, *_), (given, data) in zip(group.plan, group.make(), strict=True):
-                if places[name] != current:
-                    if writer is not None:
-                        writer.finish()
-                    current = places[name]
-                    writer = Writer(folder / names[current], files[current], {"format": "pt"})
-                writer.write(given, data)  # type: ignore[union-attr]
+        with progress(sum(tensor[3] for tensor in plan)) as advance:
+            for group in groups:
+                for (name, *_, nbytes), (given, data) in zip(group.plan, group.make(), strict=True):
+                    if places[name] != current:
+                        if writer is not None:
+                            writer.finish()
+                        current = places[name]
+                        writer = Writer(folder / names[current], files[current], {"format": "pt"})
+                    writer.write(given, data)  # type: ignore[union-attr]
+                    advance(nbytes)
         if writer is not None:
             writer.finish()
         if len(files) > 1:
