@@ -543,7 +543,20 @@ def _serve_peft() -> None:
 
     activate.__module__ = __name__
     wrapper._activate_lora = activate
+    wrapper.merge, wrapper.unmerge = _counted(wrapper.merge), _counted(wrapper.unmerge)
     _refuse_merges_into_codes()
+
+
+def _counted(change: Callable[..., None]) -> Callable[..., None]:
+    """A change of a parameter's ``.data`` by PEFT that FP8 copies, and autograd, notice."""
+
+    @functools.wraps(change)
+    def counted(self: Any, *arguments: Any, **options: Any) -> None:
+        change(self, *arguments, **options)
+        if not (w := self.get_param()).is_inference():
+            torch.autograd.graph.increment_version(w)
+
+    return counted
 
 
 def _refuse_merges_into_codes() -> None:

@@ -209,3 +209,19 @@ def test_what_peft_computes_itself(reason, calls):
     logits, right = (m(input_ids=ids).logits for m in (model, plain))
     assert calls == [False]
     assert (logits - right).norm() <= FP8_NOISE * right.norm()
+
+
+@pytest.mark.parametrize("change", ["merge_adapter", "unmerge_adapter"])
+def test_merges_within_weights_unchanged_are_noticed(change):
+    """PEFT writes through ``.data``, which no counter of a tensor's versions sees."""
+    model = adapted("qwen3_moe", FP8)
+    ids = (torch.arange(32) * 7 % 64).reshape(2, 16)
+    if change == "unmerge_adapter":
+        model.merge_adapter()
+    with torch.no_grad(), fp8moe.torch.weights_unchanged(model):
+        model(input_ids=ids)
+        getattr(model, change)()
+        with pytest.raises(RuntimeError, match="got changed weights although they were declared unchanged"):
+            model(input_ids=ids)
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.isfinite().all()
