@@ -156,6 +156,17 @@ def test_report_and_scopes(published):
                 assert torch.equal(model(input_ids=TOKENS).logits, right)
 
 
+def test_compiled_and_exported(published, tmp_path):
+    model = loaded(published)
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+    fp8moe.transformers.export(model, tmp_path / "bf16", to="bf16")
+    written = {n: t for file in (tmp_path / "bf16").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert written.keys() == published[1].keys()
+    assert all(torch.equal(written[name], t) for name, t in published[1].items())
+
+
 def test_state_dicts(published, tmp_path):
     model, other = loaded(published), loaded(published)
     torch.save(model.state_dict(), tmp_path / "model.pt")

@@ -99,15 +99,13 @@ class MXFP4Weight(Tensor):
         exponents = self.scales.to(torch.int32)[..., None] - 127
         return torch.ldexp(values.float(), exponents).to(torch.bfloat16).flatten(2).mT
 
-    def untyped_storage(self) -> Any:
+    def storage(self) -> Any:
         """Raises RuntimeError: safetensors and others would write memory of other values."""
         raise RuntimeError(
             f"got a weight in MXFP4, {[*self.shape]}, to be written as bfloat16; wanted the adapters alone, "
             "as PEFT's save_pretrained writes them beside the published checkpoint, or a state dict by "
             "torch.save"
         )
-
-    storage = untyped_storage  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["blocks", "scales"], None
