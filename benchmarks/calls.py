@@ -21,6 +21,7 @@ import torch
 import fp8moe
 import fp8moe.torch
 from fp8moe.adapters.torch.library import OPERATORS
+from fp8moe.runtime.tables import line
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
 LAUNCHER = "kernels_cuda/runtime/replay.py", "run"  # the function that has the driver make launches
@@ -51,11 +52,11 @@ class Counter:
             if code.co_filename.endswith(LAUNCHER[0]) and code.co_name == LAUNCHER[1]:
                 self.last = len(self.names)
 
-    def row(self) -> str:
+    def cells(self) -> tuple[str, ...]:
         names = self.names[: self.last]
         changes = sum(a != b for a, b in itertools.pairwise(names))
-        loading = f" and {self.loading_calls} that load kernels" if self.loading_calls else ""
-        return f"{len(names):6} calls {len(set(names)):4} files {changes:6} changes of file{loading}"
+        loading = f"and {self.loading_calls} that load kernels" if self.loading_calls else ""
+        return f"{len(names)} calls", f"{len(set(names))} files", f"{changes} changes of file", loading
 
 
 def count(name: str, call: Callable[[], Any]) -> Any:
@@ -65,7 +66,7 @@ def count(name: str, call: Callable[[], Any]) -> Any:
         result = call()
     finally:
         sys.setprofile(None)
-    print(f"{name:40} {counter.row()}", flush=True)
+    print(line((name, *counter.cells()), (-40, 12, 10, 22, -1)), flush=True)
     return result
 
 

@@ -30,6 +30,7 @@ from benchmarks.compare_operations import PRODUCT, QUANTIZE
 from benchmarks.contender import Contender, Part, Step
 from fp8moe.bench.harness import append
 from fp8moe.info import command, commit, versions
+from fp8moe.runtime.tables import line
 
 #: (tokens, experts, hidden, ffn, top-k): experts of DeepSeek-V3, Qwen3-235B and Qwen3-30B
 SHAPES = [(4096, 8, 7168, 2048, 8), (8192, 32, 4096, 1536, 8), (16_384, 128, 2048, 768, 8)]
@@ -94,15 +95,16 @@ def main(
             measured, failures = measure(part, shape, device)
             wrong += failures
             for row in measured:
-                speed = f"{row['tflops']:8.1f} TFLOP/s" if row["tflops"] else ""
-                print(f"  {row['name']:32} {row['ms']:10.3f} ms {speed} error {row['error']:.1e}", flush=True)
+                speed = f"{row['tflops']:.1f} TFLOP/s" if row["tflops"] else ""
+                cells = f"  {row['name']}", f"{row['ms']:.3f} ms", speed, f"error {row['error']:.1e}"
+                print(line(cells, (-34, 13, 16, 13)), flush=True)
                 append(out, row)
             rows += measured
         missing |= {c.name: c.install for c in part.contenders if c.missing()}
     if missing:
         print("\nnot installed here:")
         for name, install in missing.items():
-            print(f"  {name:32} {install}")
+            tell(name, install)
     if picture is not None:
         draw(rows, picture)
     return 1 if wrong else 0
@@ -168,7 +170,7 @@ def checked_steps(
         if contender.missing():
             continue
         if contender.cuda_only and device != "cuda":
-            print(f"  {contender.name:32} runs on CUDA only")
+            tell(contender.name, "runs on CUDA only")
             continue
         start = time.perf_counter()
         try:
@@ -177,19 +179,23 @@ def checked_steps(
             pairs = [pair for pair in zip(results, expected, strict=True) if pair[0] is not None]
             errors = [relative_error(*pair) for pair in pairs]
         except Exception as error:  # others continue; failures of torch and of this library are counted
-            print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
+            tell(contender.name, f"does not run here: {type(error).__name__}: {first_line(error)}")
             wrong += not contender.needs
             continue
         worst = max(errors)
-        print(f"  {contender.name:32} first call {time.perf_counter() - start:.1f} s", flush=True)
+        tell(contender.name, f"first call {time.perf_counter() - start:.1f} s")
         if not worst <= contender.bound:
             outputs = [name for name, result in zip(part.outputs, results, strict=True) if result is not None]
             each = ", ".join(f"{name} {e:.1e}" for name, e in zip(outputs, errors, strict=True))
-            print(f"  {contender.name:32} WRONG RESULT, not timed: {each}; wanted {contender.bound:.1e}")
+            tell(contender.name, f"WRONG RESULT, not timed: {each}; wanted {contender.bound:.1e}")
             wrong += 1
             continue
         steps.append((contender, step, worst))
     return steps, wrong
+
+
+def tell(name: str, what: str) -> None:
+    print(line((f"  {name}", what), (-34, -1)), flush=True)
 
 
 def described(shape: tuple[int, ...]) -> str:

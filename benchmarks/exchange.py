@@ -35,6 +35,7 @@ from fp8moe import expert_parallel
 from fp8moe.bench.harness import append
 from fp8moe.expert_parallel import Capacity, Counts
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 from fp8moe.torch import FP8FlowMoE, ProcessGroup, SymmetricMemory, window_bytes
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
@@ -282,8 +283,9 @@ def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: in
 def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | None) -> None:
     if rank:
         return
-    details = f"{row.get('graph_us', 0):10.1f} {row.get('sent_bytes', 0):12} {row.get('error', '')}"
-    print(f"{row['by']:5} {row['name']:26} {row['shape']:57} {row['us']:10.1f} us {details}", flush=True)
+    times = f"{row['us']:.1f} us", f"{row.get('graph_us', 0):.1f}"
+    cells = row["by"], row["name"], row["shape"], *times, row.get("sent_bytes", 0), row.get("error", "")
+    print(line(cells, (-5, -26, -57, 13, 10, 12, -1)), flush=True)
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         prefix = {

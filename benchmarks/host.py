@@ -47,6 +47,7 @@ from benchmarks.transformer_engine import seconds as graph_seconds
 from fp8moe import expert_parallel
 from fp8moe.bench.harness import Cuda, append
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 
 ROUNDS = 21  # of the median
 #: calls in sequence that do not fill the launch queue, which has room for about a thousand launches
@@ -201,6 +202,10 @@ PART: dict[str, Any] = {
 NOT_CAPTURED = ("JAX", "Transformer Engine")
 
 
+#: title and width of the printed columns
+COLUMNS = {"us": -54, "sustained": 10, "alone": 10, "on the device": 14}
+
+
 class Call(NamedTuple):
     """Something to time. graph_us: returns the device time of the same work in a CUDA graph, or None."""
 
@@ -350,6 +355,8 @@ def calls_over_ranks(
 def report(calls: Sequence[Call], shape: str, device: str, rounds: int, out: Path | None) -> None:
     """Measure calls in turn; print and append their rows."""
     first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:
+        print(line(COLUMNS, COLUMNS.values()))
     for call, (sustained, alone) in zip(calls, host_times(calls, device, rounds), strict=True):
         row = {
             "topic": "host",
@@ -365,9 +372,9 @@ def report(calls: Sequence[Call], shape: str, device: str, rounds: int, out: Pat
         }
         if not first:
             continue
-        of_device = "" if row["graph_us"] is None else f", {row['graph_us']:8.1f} us on the device"
-        times = f"{row['host_us']:8.1f} us sustained, {row['first_us']:8.1f} us alone{of_device}"
-        print(f"  {call.name:52} {times}", flush=True)
+        times = (row[t] for t in ("host_us", "first_us", "graph_us"))
+        cells = f"  {call.name}", *("" if us is None else f"{us:.1f}" for us in times)
+        print(line(cells, COLUMNS.values()), flush=True)
         append(out, row)
 
 

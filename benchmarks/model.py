@@ -23,6 +23,7 @@ import transformers
 import fp8moe.transformers as adapter
 from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 
 BATCH, LENGTH, VOCABULARY = 8, 2048, 32_000
 WARM, STEPS = 4, 16
@@ -46,11 +47,9 @@ def main() -> None:
         for name, implementation, _ in CONTENDERS:
             row = measure(name, implementation, dtype, batches)
             losses = " ".join(f"{v:.3f}" for v in row["losses"])
-            print(
-                f"{name:24} {dtype:9} {row['ms']:8.1f} ms {row['tokens_per_s']:9,.0f} tokens/s "
-                f"peak {row['peak_bytes'] / 2**30:.1f} GiB, losses {losses}",
-                flush=True,
-            )
+            speed = f"{row['ms']:.1f} ms", f"{row['tokens_per_s']:,.0f} tokens/s"
+            cells = name, dtype, *speed, f"{row['peak_bytes'] / 2**30:.1f} GiB", f"losses {losses}"
+            print(line(cells, (-24, -9, 11, 18, 10, -1)), flush=True)
             append(arguments.out, row)
 
 

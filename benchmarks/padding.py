@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.roofline import MARKS, PICTURES
 from fp8moe.fsdp import POLICIES, plan_buckets
+from fp8moe.runtime.tables import line
 
 # name: (experts per rank, hidden, ffn)
 MODELS = {"DeepSeek-V3, 32 experts": (32, 7168, 2048), "Qwen3-30B-A3B, 16 experts": (16, 2048, 768)}
@@ -32,7 +33,8 @@ def draw(out: Path) -> None:
             shares = ratios(*sizes, policy)
             style = "k:" if policy == "min" else MARKS[i] + "-"
             axes.plot(RANKS, shares, style, ms=4, lw=1, label=policy)
-            print(f"{name:28} {policy:10} " + " ".join(f"{r:.3f}" for r in shares))
+            cells = name, policy, *(f"{r:.3f}" for r in shares)
+            print(line(cells, (-28, -10, *[5] * len(shares))))
         axes.set(xscale="log", yscale="log", xlabel="ranks that share a bucket", title=name)
         axes.set_xticks(RANKS, [str(r) for r in RANKS], fontsize=6)
         axes.minorticks_off()

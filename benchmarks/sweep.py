@@ -25,6 +25,7 @@ import torch
 from benchmarks.compare_layer import around, experts_by, experts_of_transformers, torch_product
 from fp8moe.bench.harness import append
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 from fp8moe.torch import FP8FlowMoE, moe_experts, weights_unchanged
 
 #: hidden, ffn, experts, top-k
@@ -67,7 +68,9 @@ def main() -> None:
         weights = Weights(*MODELS[model])
         for tokens in arguments.tokens:
             for row in weights.measure(model, tokens):
-                print(f"{model:24} {tokens:6} {row['name']:48} {row['ms']:8.3f} ms", flush=True)
+                print(
+                    line((model, tokens, row["name"], f"{row['ms']:.3f} ms"), (-24, 6, -48, 11)), flush=True
+                )
                 append(arguments.out, row)
         del weights
         torch.cuda.empty_cache()

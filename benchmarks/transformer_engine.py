@@ -21,6 +21,7 @@ import fp8moe.torch
 import fp8moe.transformer_engine.pytorch as te
 from fp8moe.bench.harness import Cuda, append, routing
 from fp8moe.info import commit, versions
+from fp8moe.runtime.tables import line
 
 SHAPE = 4096, 256, 7168, 8  # tokens, experts, hidden, top-k of DeepSeek-V3
 QUICK = 64, 8, 128, 2
@@ -158,7 +159,8 @@ def main() -> None:
             raise RuntimeError(f"{turns[0].name}: WRONG RESULT")
         us = seconds([case.run for case in turns]) * 1e6
         percent = 100 * turns[0].nbytes / rate / us * 1e6
-        print(f"{turns[0].name:28} {','.join(map(str, shape)):16} {us:8.1f} us {percent:6.1f} %", flush=True)
+        cells = turns[0].name, ",".join(map(str, shape)), f"{us:.1f} us", f"{percent:.1f} %"
+        print(line(cells, (-28, -16, 11, 8)), flush=True)
         row = {
             "topic": "transformer_engine",
             "name": turns[0].name,

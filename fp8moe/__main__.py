@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fp8moe {arguments.verb}: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
-        fix = "" if "pip install" in str(error) else "; pip install 'fp8moe[bench]'"
+        fix = "; pip install 'fp8moe[bench]'" if error.name in ("matplotlib", "tqdm") else ""
         print(f"fp8moe {arguments.verb}: {error}{fix}", file=sys.stderr)
         return 2
 
@@ -210,6 +210,9 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
+    from fp8moe.runtime.interop import require_cupy
+
+    require_cupy("compile")  # which finds NVRTC
     from fp8moe.kernels_cuda import compile_all
 
     return compile_all.main(arguments.arch, arguments.json)

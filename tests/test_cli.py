@@ -478,6 +478,15 @@ def test_demo_validation_errors(tmp_path, capsys, monkeypatch):
     assert "pip install 'fp8moe[bench]'" in error
 
 
+def test_compile_without_cupy_names_the_extra_that_has_it():
+    program = "import sys; sys.modules['cupy'] = None; from fp8moe.__main__ import main; main(['compile'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.stderr.startswith("fp8moe compile: ")
+    assert "pip install 'fp8moe[cuda13]'" in done.stderr
+    assert "fp8moe[bench]" not in done.stderr
+
+
 def test_the_corpus_is_the_plays():
     from fp8moe.demo import text
 
@@ -547,6 +556,8 @@ def test_a_table_aligns_its_columns():
     rows = [["recipe", "bytes"], ["bf16", 12345678], ["fp8", 1]]
     assert tables.table(rows) == ["recipe     bytes", "bf16    12345678", "fp8            1"]
     assert tables.line(("a", 12, "longer than that"), (-3, 4, -2)) == "a     12 longer than that"
+    assert tables.line(("a long", "b", 12, "c"), (-3, -6, 4, -2)) == "a long b     12 c"
+    assert tables.line(("a", "b", 12, "c"), (-3, -6, 4, -2)) == "a   b        12 c"
 
 
 def test_the_roofline_is_drawn(tmp_path):

@@ -316,7 +316,7 @@ def main(
 
 #: title and width of the printed columns
 COLUMNS = {
-    **{"case": -34, "shape": -34, "us": 10, "limit us": 9, "%": 5},
+    **{"case": -40, "shape": -40, "us": 10, "limit us": 9, "%": 5},
     **{"TFLOP/s": 8, "host us": 8, "extra": 7},
 }
 
@@ -337,7 +337,7 @@ def _measured(topics: list[str], machine: Cpu | Cuda, size: Size, out: Path | No
                 bar.update()
                 if result is None:
                     wrong.append({"topic": topic, "name": case.name, "shape": case.shape})
-                    text = tables.line((case.name, case.shape, "WRONG RESULT, not timed"), (-34, -34, -1))
+                    text = tables.line((case.name, case.shape, "WRONG RESULT, not timed"), (-40, -40, -1))
                 else:
                     rows.append(asdict(result))
                     append(out, rows[-1])

@@ -7,9 +7,14 @@ from collections.abc import Iterable, Sequence
 
 def line(cells: Iterable[object], widths: Iterable[int]) -> str:
     """One line of a table that is printed as it is measured. A positive width aligns to the right, a
-    negative one to the left; a longer cell takes the room that it needs."""
-    pairs = zip(map(str, cells), widths, strict=True)
-    return " ".join(c.rjust(w) if w > 0 else c.ljust(-w) for c, w in pairs).rstrip()
+    negative one to the left; a longer cell takes room of the next ones, as far as they have it."""
+    text, end = "", 0
+    for cell, width in zip(map(str, cells), widths, strict=True):
+        end += abs(width)
+        room = end - len(text)
+        text += (cell.rjust(room) if width > 0 else cell.ljust(room)) + " "
+        end += 1
+    return text.rstrip()
 
 
 def table(rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
