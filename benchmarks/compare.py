@@ -233,9 +233,11 @@ def relative_error(result: Any, expected: Any) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def in_turn(steps: list[Step], device: str) -> list[float]:
-    """Median seconds of each step over several rounds. In a round, each step runs for WARM seconds and is
-    then timed for TIMED seconds."""
+def in_turn(
+    steps: list[Step], device: str, rounds: int = ROUNDS, warming: float = WARM, timing: float = TIMED
+) -> list[float]:
+    """Median seconds of each step over several rounds. In a round, each step runs for ``warming`` seconds and
+    is then timed for ``timing`` seconds."""
     if device == "cpu":
         return [statistics.median(wall_time(step) for _ in range(3)) for step in steps]
     import torch
@@ -243,10 +245,10 @@ def in_turn(steps: list[Step], device: str) -> list[float]:
     counts = []
     for step in steps:
         step()
-        seconds = statistics.median(event_times(step, 3))
-        counts.append((math.ceil(WARM / seconds), math.ceil(TIMED / seconds)))
+        (seconds,) = event_times(step, 1)
+        counts.append((math.ceil(warming / seconds), math.ceil(timing / seconds)))
     times: list[list[float]] = [[] for _ in steps]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for step, (warm, timed), samples in zip(steps, counts, times, strict=True):
             for _ in range(warm):
                 step()

@@ -87,7 +87,7 @@ def by_autograd(forward: Callable[[], Any], leaves: Any, dy: Any) -> TrainingSte
         y = forward()
         return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
-    return TrainingStep(forward, step)
+    return TrainingStep(forward, step, tuple(leaves), dy)
 
 
 def by_fp8moe(recipe: Any) -> Callable[[Experts], Step]:

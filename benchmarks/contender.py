@@ -13,10 +13,15 @@ Step = Callable[[], Results]
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A `Step` of which the forward can be made alone, as in a training run, with what a backward needs."""
+    """A `Step` of which the forward can be made alone, as in a training run, with what a backward needs.
+
+    leaves, dy: for a backward that adds to ``grad``; without autograd there are none.
+    """
 
     forward: Callable[[], Any]
     whole: Step
+    leaves: Results = ()
+    dy: Any = None
 
     def __call__(self) -> Results:
         return self.whole()

@@ -246,8 +246,8 @@ def calls_of_step(contender: Contender, step: Any) -> Iterator[Call]:
         )
 
 
-def graph_us(contender: Contender, run: Callable[[], Any]) -> float | None:
-    """Device time without the host; None where it cannot be captured."""
+def graph_us(contender: Contender, run: Callable[[], Any], **options: int) -> float | None:
+    """Device time without the host; None where it cannot be captured. options: of `graph_seconds`."""
     if contender.name.startswith(NOT_CAPTURED):
         return None
     gc.collect()
@@ -255,7 +255,7 @@ def graph_us(contender: Contender, run: Callable[[], Any]) -> float | None:
     try:
         if "arrays" in contender.name:
             return 1e6 * Cuda().seconds([run], 15)
-        return 1e6 * graph_seconds([run])
+        return 1e6 * graph_seconds([run], **options)
     except Exception as error:
         print(f"  {contender.name}: not in a CUDA graph: {type(error).__name__}: {first_line(error)}")
         torch.cuda.synchronize()

@@ -10,19 +10,12 @@ current results.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
-from benchmarks.roofline import PICTURES
+from benchmarks import pictures
 from benchmarks.table import Rows, compared, newest, newest_layers, rows_of
 
-#: file: (whether for dark backgrounds, whether for narrow screens)
-FILES = {
-    PICTURES / f"step-h200{'-dark' * dark}{'-narrow' * narrow}.svg": (dark, narrow)
-    for dark in (False, True)
-    for narrow in (False, True)
-}
+FILES = pictures.files("step-h200")
 #: contender of `compare`: its label and colours on light and dark; other libraries in grey, the slowest first
 LAYERS = {
     "transformers, bf16": ("transformers' grouped_mm, bf16", "#c4c4c4", "#6b6b6b"),
@@ -55,19 +48,13 @@ def models() -> Rows:
 
 def digest() -> str:
     """Digest of the rows in the picture."""
-    return hashlib.sha256(json.dumps([layers(), models()]).encode()).hexdigest()
+    return pictures.digest([layers(), models()])
 
 
 def draw(out: Path, dark: bool = False, narrow: bool = False) -> None:
-    import matplotlib
+    with pictures.styled(dark):
+        from matplotlib import pyplot
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    style = ["dark_background"] if dark else []
-    # equal results give the same picture; text stays text, which is sharp and 5 times as small as outlines
-    own = {"svg.hashsalt": "fp8moe", "svg.fonttype": "none", "font.family": "sans-serif"}
-    with pyplot.style.context([*style, own]):
         figure, (left, right) = (
             pyplot.subplots(2, 1, figsize=(4.6, 8.2), height_ratios=(3, 2.6))
             if narrow
@@ -89,9 +76,7 @@ def draw(out: Path, dark: bool = False, narrow: bool = False) -> None:
         height = figure.get_size_inches()[1]
         below, above = 0.14 * (1 + origin.count("\n")), 0.2 * -(-len(labels) // columns)
         figure.tight_layout(rect=(0, below / height, 1, 1 - above / height))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, transparent=True, metadata={"Date": None, "Description": digest()})
-        pyplot.close(figure)
+        pictures.write(figure, out, digest())
 
 
 def _size(shape: str) -> str:
@@ -120,4 +105,4 @@ def _bars(axes, rows: Rows, title: str, named, dark: bool) -> None:  # type: ign
 
 if __name__ == "__main__":
     for file, variant in FILES.items():
-        draw(file, *variant)
+        draw(file, **variant)

@@ -31,12 +31,13 @@ def main() -> None:
         if (updated := render(text) if page.suffix == ".md" else cited(text)) != text:
             page.write_text(updated)
             print(page.relative_to(ROOT))
-    from benchmarks import roofline, step
+    from benchmarks import roofline, speedup, step
 
     roof = roofline.picture("h200")
-    for file, variant in step.FILES.items():
-        if not file.exists() or step.digest() not in file.read_text():
-            step.draw(file, *variant)
+    for picture in (step, speedup):
+        for file, variant in picture.FILES.items():
+            if not file.exists() or picture.digest() not in file.read_text():
+                picture.draw(file, **variant)
     if roofline.digest("h200") not in roof.read_text():
         roofline.draw("h200", roof)
 
@@ -435,14 +436,33 @@ def compared() -> Rows:
     return newest([r for r in rows_of("compare-h200") if r["part"] == "layer"])
 
 
-def _picture() -> str:
-    """`step`'s picture and its caption, for a page that does not choose between its variants itself."""
-    address = _address("docs/images/step-h200{}.svg")
+def _variants(name: str, text: str) -> str:
+    """A picture, for a page that does not choose between its variants itself."""
+    address = _address(f"docs/images/{name}{{}}.svg")
     dark, narrow = "(prefers-color-scheme: dark)", "(max-width: 600px)"
     sources = (f"{dark} and {narrow}", "-dark-narrow"), (narrow, "-narrow"), (dark, "-dark")
-    lines = [f'  <source media="{media}" srcset="{address.format(name)}">' for media, name in sources]
-    image = f'  <img alt="One training step, in bf16 and in fp8_flow" src="{address.format("")}">'
-    return "\n".join(["<picture>", *lines, image, "</picture>", "", _caption()])
+    lines = [f'  <source media="{media}" srcset="{address.format(end)}">' for media, end in sources]
+    image = f'  <img alt="{text}" src="{address.format("")}">'
+    return "\n".join(["<picture>", *lines, image, "</picture>", ""])
+
+
+def _picture() -> str:
+    """`step`'s picture and its caption."""
+    return _variants("step-h200", "One training step, in bf16 and in fp8_flow") + "\n" + _caption()
+
+
+def _speedup() -> str:
+    """`speedup`'s picture."""
+    return _variants("sweep-h200", "Speed-up over the fastest other library, by tokens and model")
+
+
+def _places() -> str:
+    from benchmarks import speedup
+
+    return (
+        f"{speedup.places()} Hollow points: this library's own bf16 is faster than fp8_flow. "
+        "Crosses: another library is.\n"
+    )
 
 
 def _caption() -> str:
@@ -472,24 +492,44 @@ def _casts() -> str:
     return "\n".join([*lines, "", _run(rows[0])]) + "\n"
 
 
+def swept() -> Rows:
+    """The sweep's rows of its last commit, of which several runs may have measured a part each."""
+    rows = rows_of("sweep-h200")
+    return newest([r for r in rows if r["commit"] == rows[-1]["commit"]])
+
+
+def is_ours(name: str) -> bool:
+    """Whether a row of the sweep is of this library, eager or compiled."""
+    return re.match(r"(bf16|fp8_flow)\b", name) is not None
+
+
+def fastest_other(ms: dict[str, float]) -> str | None:
+    """Of the times by name of one shape, the name of the fastest that is not this library's."""
+    return min((name for name in ms if not is_ours(name)), key=lambda name: ms[name], default=None)
+
+
 def _gain() -> str:
     """The sweep's speed-ups of eight micro-batches to a step, without its times."""
-    rows = newest(rows_of("sweep-h200"))
-    ms = {(r["model"], r["tokens"], r["name"]): r["ms"] for r in rows if r["micro_batches"] == 8}
-    models = dict.fromkeys(model for model, *_ in ms)
-    tokens = list(dict.fromkeys(tokens for _, tokens, _ in ms))
+    rows = swept()
+    times: dict[tuple[str, int], dict[str, float]] = {}
+    for r in rows:
+        if r["micro_batches"] == 8:
+            times.setdefault((r["model"], r["tokens"]), {})[r["name"]] = r["ms"]
+    tokens = sorted({tokens for _, tokens in times})
+    others = sorted({name for ms in times.values() if (name := fastest_other(ms)) is not None})
     lines = [
         "| experts of | " + " | ".join(f"{t} tokens" for t in tokens) + " |",
         "|---|" + "---:|" * len(tokens),
     ]
-    for model in models:
+    for model in dict.fromkeys(model for model, _ in times):
         cells = []
         for t in tokens:
-            flow = ms[model, t, "fp8_flow, copies shared"]
-            others = ("bf16", "torch grouped_mm, bf16")
-            cells.append(" / ".join(f"{ms[model, t, other] / flow:.2f}x" for other in others))
+            ms = times.get((model, t), {})
+            flow = ms.get("fp8_flow, copies shared")
+            over = [ms[name] / flow for name in ("bf16", fastest_other(ms)) if name in ms] if flow else []
+            cells.append(" / ".join(f"{ratio:.2f}x" for ratio in over))
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", _run(rows[0])]) + "\n"
+    return "\n".join([*lines, "", f"{_run(rows[0])}; fastest others: {'; '.join(others)}"]) + "\n"
 
 
 def _scaling_measured() -> str:
@@ -562,6 +602,8 @@ _MADE: dict[str, Callable[[], str]] = {
     "picture-caption": _caption,
     "casts": _casts,
     "gain": _gain,
+    "speedup": _speedup,
+    "speedup-places": _places,
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,
@@ -592,29 +634,47 @@ def _beside(rows: Rows) -> str:
 
 
 def _sweep(rows: Rows) -> str:
-    """Experts of several models by micro-batch: times, and the speed-up over this library's bf16 of the same
-    run."""
-    rows = newest(rows)
-    names = list(dict.fromkeys((r["micro_batches"], r["name"]) for r in rows))
-    ms = {(r["model"], r["tokens"], r["micro_batches"], r["name"]): r["ms"] for r in rows}
+    """Experts of several models by micro-batch: times, with the speed-up over this library's bf16 of the same
+    run, then what else the rows have."""
+    rows = swept()
     lines = [_origin(rows[0])]
-    for number in dict.fromkeys(n for n, _ in names):
-        columns = [name for n, name in names if n == number]
-        lines += [
-            "",
-            f"{number} to a step, milliseconds a micro-batch (speed-up over bf16):",
-            "",
-            "| experts | tokens | " + " | ".join(columns) + " |",
-            "|---|---:|" + "---:|" * len(columns),
-        ]
-        for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in rows):
-            base = ms[model, tokens, number, "bf16"]
-            cells = []
-            for name in columns:
-                time = ms[model, tokens, number, name]
-                cells.append(f"{time:.2f}" + ("" if name == "bf16" else f" ({base / time:.2f}x)"))
-            lines.append(f"| {model} | {tokens} | " + " | ".join(cells) + " |")
+    for work in dict.fromkeys(r["shape"].rpartition(", ")[2] for r in rows):
+        of_work = [r for r in rows if r["shape"].endswith(f", {work}")]
+        lines += _by_contender(
+            f"{work}, milliseconds a micro-batch (speed-up over bf16)", of_work, _times_bf16
+        )
+        if any(r.get("saved_bytes") is not None for r in of_work):
+            title = f"{work}, milliseconds of the host / of the device in a CUDA graph"
+            lines += _by_contender(title, of_work, _host_and_graph)
+            lines += _by_contender(f"{work}, MiB saved for the backward / at the peak", of_work, _memory_of)
     return "\n".join(lines) + "\n"
+
+
+def _by_contender(title: str, rows: Rows, cell: Callable[[dict[str, Any], dict[str, Any]], str]) -> list[str]:
+    """A table of ``cell(row, row of bf16)``, with a line for each model and number of tokens."""
+    names = list(dict.fromkeys(r["name"] for r in rows))
+    of = {(r["model"], r["tokens"], r["name"]): r for r in rows}
+    lines = ["", f"{title}:", "", "| experts | tokens | " + " | ".join(names) + " |"]
+    lines.append("|---|---:|" + "---:|" * len(names))
+    for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in rows):
+        base = of.get((model, tokens, "bf16"), {})
+        cells = [cell(of[key], base) if (key := (model, tokens, name)) in of else "" for name in names]
+        lines.append(f"| {model} | {tokens} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _times_bf16(row: dict[str, Any], base: dict[str, Any]) -> str:
+    ratio = "" if row is base or not base else f" ({base['ms'] / row['ms']:.2f}x)"
+    return f"{row['ms']:.2f}{ratio}"
+
+
+def _host_and_graph(row: dict[str, Any], _: dict[str, Any]) -> str:
+    graph = row["graph_ms"]
+    return f"{row['host_ms']:.2f} / " + ("no" if graph is None else f"{graph:.2f}")
+
+
+def _memory_of(row: dict[str, Any], _: dict[str, Any]) -> str:
+    return f"{row['saved_bytes'] / 2**20:.0f} / {row['peak_bytes'] / 2**20:.0f}"
 
 
 _TABLES = {

@@ -123,7 +123,7 @@ def cases(inputs_of_case: Inputs) -> Iterator[Case]:
     )
 
 
-def seconds(calls: list[Callable[[], Any]]) -> float:
+def seconds(calls: list[Callable[[], Any]], rounds: int = ROUNDS, repeats: int = REPEATS) -> float:
     """Median device time of a call."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -132,17 +132,17 @@ def seconds(calls: list[Callable[[], Any]]) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for call in calls:
                 call()
     graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3 / (ROUNDS * len(calls))
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3 / (rounds * len(calls))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fp8moe
-from benchmarks import roofline, step, table
+from benchmarks import roofline, speedup, step, table
 from fp8moe import __main__ as command_line
 from fp8moe import expert_parallel, info
 
@@ -180,14 +180,15 @@ def test_every_results_file_has_a_table():
 
 def test_pictures_match_the_results():
     """The pictures contain a digest of their rows; python -m benchmarks.table redraws them."""
-    assert all(step.digest() in picture.read_text() for picture in step.FILES)
+    for picture in (step, speedup):
+        assert all(picture.digest() in file.read_text() for file in picture.FILES)
     assert roofline.digest("h200") in roofline.picture("h200").read_text()
 
 
 def test_the_picture_is_drawn(tmp_path):
     drawn = tmp_path / "step.svg"
     for variant in step.FILES.values():
-        step.draw(drawn, *variant)
+        step.draw(drawn, **variant)
         assert step.digest() in drawn.read_text()
 
 
