@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from benchmarks import compare, compare_layer, compare_operations, host
+from benchmarks import compare, compare_layer, compare_operations, host, sweep
 from benchmarks.contender import Contender
 from fp8moe.bench.harness import routing
 
@@ -158,6 +158,9 @@ def test_compiled_contenders_are_one_graph(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     held_to_float64(named(compare_layer.LAYER, "torch grouped_mm compiled, bf16"), compare_layer.LAYER)
     held_to_float64(named(compare_operations.QUANTIZE, "torch compiled"), compare_operations.QUANTIZE)
+    of_sweep = replace(compare_layer.LAYER, contenders=sweep.CONTENDERS)
+    for name in ("bf16 compiled", "fp8_flow compiled"):
+        held_to_float64(named(of_sweep, name), of_sweep)
 
 
 def test_the_call_of_transformer_engine(monkeypatch):
