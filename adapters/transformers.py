@@ -37,7 +37,6 @@ with needs("torch"):
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.checkpoint import checkpoint
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -54,7 +53,7 @@ from fp8moe import Activation, Quantized
 from fp8moe.activation import GATED, SWIGLU, Kind
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup
 from fp8moe.adapters.torch.functional import moe_experts
-from fp8moe.adapters.torch.lora import LoRA
+from fp8moe.adapters.torch.lora import LoRA, recomputed
 from fp8moe.adapters.torch.mxfp4 import MXFP4Weight, codes_of_experts
 from fp8moe.adapters.torch.operands import (
     gates_before_ups,
@@ -232,25 +231,34 @@ def _multiply_packed(
             f"{type(experts).__name__}: got experts in MXFP4 with recipe {options.recipe!r}; wanted an FP8 "
             "recipe; load the model with quantization_config=Mxfp4Config(dequantize=True)"
         )
-    weights, lora = (experts.gate_up_proj, experts.down_proj), _lora_of(experts)
     ids = _without_other_ranks(experts, ids, experts.num_experts, comm)
     again = options.recompute is not None and torch.is_grad_enabled()
-    arguments = {**options.arguments, "activation": activation_of(experts), "bias2": experts.down_proj_bias}
+    arguments = {**options.arguments, "activation": activation_of(experts), "comm": comm}
     if again:
         arguments["recompute"] = None
 
-    def multiply(x: Tensor, probs: Tensor) -> Tensor:
-        w13, w2 = _codes_of_packed(*weights)
-        ffn = weights[1].shape[1]
-        missing = w2.rowwise.shape[2] - ffn  # type: ignore[union-attr]
-        bias13 = padded(gates_before_ups(experts.gate_up_proj_bias), 1, 2, missing)
-        return moe_experts(x, w13, w2, ids, probs, **arguments, bias13=bias13, comm=comm, lora=lora)
+    def multiply(
+        x: Tensor, ids: Tensor, probs: Tensor, packed: Any, bias13: Tensor, bias2: Tensor, *lora: Any
+    ) -> Tensor:
+        w13, w2 = _codes_of_packed(packed)
+        missing = w2.rowwise.shape[2] - bias13.shape[1] // 2  # type: ignore[union-attr]
+        given: dict[str, Any] = {"bias13": padded(gates_before_ups(bias13), 1, 2, missing), "bias2": bias2}
+        return moe_experts(x, w13, w2, ids, probs, **arguments, **given, lora=lora or None)
 
-    return checkpoint(multiply, x, probs, use_reentrant=False) if again else multiply(x, probs)  # type: ignore[no-any-return]
+    biases = experts.gate_up_proj_bias, experts.down_proj_bias
+    operands = x, ids, probs, _packed_of(experts), *biases, *(_lora_of(experts) or ())
+    return recomputed(multiply, *operands) if again else multiply(*operands)
 
 
 @torch.compiler.disable
-def _codes_of_packed(gate_up: MXFP4Weight, down: MXFP4Weight) -> tuple[Quantized, Quantized]:
+def _packed_of(experts: Any) -> Any:
+    """Blocks and scales of w13 and of w2."""
+    return tuple([(w.data.blocks, w.data.scales) for w in (experts.gate_up_proj, experts.down_proj)])
+
+
+@torch.compiler.disable
+def _codes_of_packed(packed: Any) -> tuple[Quantized, Quantized]:
+    gate_up, down = (MXFP4Weight(*parts) for parts in packed)
     with torch.no_grad():
         return codes_of_experts(gate_up, down)[0]
 

@@ -167,6 +167,23 @@ def test_compiled_and_exported(published, tmp_path):
     assert all(torch.equal(written[name], t) for name, t in published[1].items())
 
 
+@pytest.mark.parametrize("changed", ["lora_A", "lora_B", "gate_up_proj_bias", "blocks"])
+def test_what_is_read_again_has_not_changed(published, changed):
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(r=6, lora_alpha=5, target_modules=[], target_parameters=targets)
+    model = peft.get_peft_model(loaded(published, "mxfp4_recomputed"), lora)
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if changed == "blocks" and isinstance(p.data, MXFP4Weight):
+                p.data.blocks.bitwise_xor_(1)
+            elif changed in name:
+                p.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_state_dicts(published, tmp_path):
     model, other = loaded(published), loaded(published)
     torch.save(model.state_dict(), tmp_path / "model.pt")

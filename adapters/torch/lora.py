@@ -4,6 +4,7 @@ node of autograd, with the activation between them."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -200,7 +201,8 @@ def experts_with_lora(
     operands = x, w13, w2, bias13, ids, probs, options, ffn, first, second
     if options.recompute is None or not torch.is_grad_enabled():
         return _halves(*operands)
-    return _recomputed(*operands)
+    calls = itertools.count()
+    return recomputed(lambda *given: _halves(*given, again=next(calls) > 0), *operands)
 
 
 def _halves(
@@ -225,23 +227,18 @@ def _halves(
     return _Second.apply(*rows, options, ffn, *plans, again)  # type: ignore[no-any-return]
 
 
-def _recomputed(*operands: Any) -> Tensor:
-    """`_halves`, of which the backward makes all but the result again. The tensors are arguments of torch's
-    checkpoint, which saves these: one that has changed since is noticed."""
-    *arrays, options, ffn, first, second = operands
-    like, calls = map_arrays(lambda _: PLACEHOLDER, tuple(arrays)), itertools.count()
+def recomputed(function: Callable[..., Tensor], *operands: Any) -> Tensor:
+    """``function(*operands)``, which the backward computes again. The operands' tensors are arguments of
+    torch's checkpoint, which saves these: one that has changed since is noticed."""
+    like = map_arrays(lambda _: PLACEHOLDER, operands)
 
-    def halves(*tensors: Any) -> Tensor:
+    def compute(*tensors: Tensor) -> Tensor:
         remaining = iter(tensors)
-        given: Any = map_arrays(lambda _: next(remaining), like)
-        given = *given, options, ffn, *[of and LoRA(next(remaining), next(remaining), *of) for of in both]
-        return _halves(*given, again=next(calls) > 0)
+        return function(*map_arrays(lambda _: next(remaining), like))
 
-    both = [None if w is None else (w.scaling, w.dropout) for w in (first, second)]
-    matrices = [t for w in (first, second) if w is not None for t in (w.a, w.b)]
-    drops = any(of is not None and of[1] for of in both)
+    drops = any(isinstance(w, LoRA) and w.dropout for w in operands)
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
-    return checkpoint(halves, *arrays_in(tuple(arrays)), *matrices, **how)  # type: ignore[no-any-return]
+    return checkpoint(compute, *arrays_in(operands), **how)  # type: ignore[no-any-return]
 
 
 def _adds(rows: Tensor, shape_of_w2: Any, options: LayerOptions) -> bool:
