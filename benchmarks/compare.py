@@ -246,7 +246,7 @@ def in_turn(
     for step in steps:
         step()
         (seconds,) = event_times(step, 1)
-        counts.append((math.ceil(warming / seconds), math.ceil(timing / seconds)))
+        counts.append((round(warming / seconds), math.ceil(timing / seconds)))
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
         for step, (warm, timed), samples in zip(steps, counts, times, strict=True):

@@ -51,8 +51,9 @@ TOKENS = 64, 512, 2048, 8192, 32_768
 ACCUMULATED = 8  # micro-batches of a step
 MOST = 8192  # tokens of such a micro-batch: with more, what micro-batches share is a small part
 WORK = "forward", "1 a step", f"{ACCUMULATED} a step"
-# seconds of one contender's steps in a round; of a longer step, one is run to warm up and one timed
-ROUNDS, WARM, TIMED = 2, 0.05, 0.1
+# seconds of one contender's steps in a round, so that all models take less than four minutes; at least one is
+# timed, and one that takes longer needs no warm-up
+ROUNDS, WARM, TIMED = 2, 0.03, 0.06
 SHARED = "fp8_flow, copies shared"
 COLUMNS = -38, -10, 13  # widths of a printed row
 
@@ -238,7 +239,7 @@ def of_device(case: Case) -> dict[str, Any]:
     """`ON_CUDA`. Memory is beside inputs and weights: what the forward saves, and the peak of the work, with
     its gradients."""
     host = []
-    for _ in range(3):
+    for _ in range(3 if case.count == 1 else 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
         case.run()
