@@ -310,9 +310,7 @@ class _Weight:
             return result, None
         if self.scales is not None:
             return result, torch.empty_like(self.scales, device="meta")
-        *lead, rows, columns = self.tensor.shape
-        tiles = *lead, self.parts * ceil_div(rows // self.parts, 128), ceil_div(columns, 128)
-        return result, torch.empty(tiles, device="meta")
+        return result, torch.empty(_tiles(self.tensor.shape, self.parts), device="meta")
 
     @torch.no_grad()
     def make(self) -> tuple[Tensor, Tensor | None]:
@@ -406,9 +404,7 @@ def _weights_of(
         scales = state.get(f"{name}_scale_inv")
         is_experts = name in parts
         if w.dtype == E4M3:
-            *lead, rows, columns = w.shape
-            of = parts.get(name, 1)
-            tiles = *lead, of * ceil_div(rows // of, 128), ceil_div(columns, 128)
+            tiles = _tiles(w.shape, parts.get(name, 1))
             if scales is None or scales.shape != tiles:
                 got = "no scales" if scales is None else f"scales of shape {list(scales.shape)}"
                 raise NotImplementedError(f"{name}: got codes with {got}; wanted {list(tiles)}, of tiles")
@@ -435,11 +431,25 @@ def _publisher(base: Any) -> Callable[..., dict[str, Tensor]]:
         result = {}
         for name, w in weights.items():
             result[name] = w
-            if name in scales:
-                result[f"{name}_scale_inv"] = scales[name]
+            if (factors := scales.pop(name, None)) is not None:
+                result[f"{name}_scale_inv"] = factors
+        for name in [*scales, *(name for name, w in result.items() if w.dtype == E4M3)]:
+            w, factors = result.get(name), result.get(f"{name}_scale_inv")
+            if w is None or factors is None or w.dim() != 2 or factors.shape != _tiles(w.shape):
+                raise NotImplementedError(
+                    f"{name}: got a {type(base).__name__}, whose checkpoints have experts in another form "
+                    "than a matrix of each, which no engine is known to read in block FP8; wanted a matrix "
+                    "of each expert; pass to='bf16'"
+                )
         return result
 
     return publish
+
+
+def _tiles(shape: Any, parts: int = 1) -> tuple[int, ...]:
+    """The shape of scales of matrices whose rows have so many parts, of which each has tiles of its own."""
+    *lead, rows, columns = shape
+    return *lead, parts * ceil_div(rows // parts, 128), ceil_div(columns, 128)
 
 
 def _plan(tensors: dict[str, Tensor]) -> Plan:

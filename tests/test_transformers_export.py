@@ -452,6 +452,11 @@ REFUSED = {
         NotImplementedError,
         r"model.layers.0.mlp.experts: got GptOssExperts, .* pass to='bf16'",
     ),
+    "one parameter of all experts": (
+        lambda: model_of("GraniteMoe", num_local_experts=E),
+        NotImplementedError,
+        r"block_sparse_moe\.input_linear\.weight: got a GraniteMoeForCausalLM, .*; pass to='bf16'",
+    ),
     "eager": (lambda: model_of(implementation="eager"), NotImplementedError, "does not compute in FP8"),
     "bf16": (lambda: model_of(implementation="fp8moe_bf16"), NotImplementedError, "does not compute in FP8"),
     "meta": (
