@@ -2,14 +2,16 @@
 benchmarks.exchange [--out FILE] [--ranks N] [--by NCCL PEER]``. One process per GPU of this machine;
 over NCCL, and by writing to peer memory.
 
-rows: N rows of 7168 on each rank, equally many for each rank. exchange: one call with packed rows. with its
-quantise: packing of bfloat16 to FP8 rows in one buffer, then the exchange. dispatch: all of
+rows: N rows of 7168 on each rank, equally many for each rank. exchange: one call with packed rows. of the
+dispatched rows: with as many for each rank as the dispatch below sends, nearly every row to every rank. with
+its quantise: packing of bfloat16 to FP8 rows in one buffer, then the exchange. dispatch: all of
 `expert_parallel.dispatch` from bfloat16, top-8 of 64 experts per rank, including counts. combine: the return
 of those rows and their sums. layer: forward and backward of `FP8FlowMoE`; for fp8_flow also with other rows,
 and another routing, in every step, in two and four overlapping chunks, with a capacity (a quarter more
 entries than an even routing has, and rows for every token), and with both. Times are medians of the slowest
-rank. For the first two, and for all with a capacity, graph_us is the device time without the host, from ten
-calls in a CUDA graph.
+rank. For the first three, and for all with a capacity, graph_us is the device time without the host, from ten
+calls in a CUDA graph. ``--trace``: only the kernels of one dispatch and one combine on the first rank, in
+their order, each with the time before it in which the device is idle.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of each rank")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of the layer, of each rank")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, tiny sizes")
+    parser.add_argument("--trace", action="store_true", help="list kernels in place of times")
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     world = arguments.ranks or (gpus if arguments.device == "cuda" else 2)
@@ -61,7 +64,8 @@ def main() -> None:
     sizes_and_transports = arguments.by, arguments.rows, arguments.tokens
     by, rows, tokens = sizes_and_transports if arguments.device == "cuda" else (["gloo"], [64], [64])
     sizes = rows, tokens
-    torch.multiprocessing.spawn(run, (world, port, by, sizes, arguments.device, arguments.out), nprocs=world)
+    options = arguments.device, arguments.out, arguments.trace
+    torch.multiprocessing.spawn(run, (world, port, by, sizes, *options), nprocs=world)
 
 
 def run(
@@ -72,6 +76,7 @@ def run(
     sizes: tuple[list[int], list[int]],
     device: str,
     out: Path | None,
+    traces: bool = False,
 ) -> None:
     cuda = device == "cuda"
     if cuda:
@@ -94,8 +99,10 @@ def run(
             report({**row, "name": row["name"] + suffix, "by": by}, rank, world, device, out)
 
         for rows in sizes[0]:
-            for row in of_rows(comm, rows, hidden, device):
+            for row in (of_kernels if traces else of_rows)(comm, rows, hidden, device):
                 report_row(row)
+        if traces:
+            continue
         for layer in layers:
             for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
                 report_row(of_layer(comm, *layer, recipe, device))
@@ -143,6 +150,45 @@ def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dic
                 row["graph_us"] = graph_seconds(action) * 1e6
             results.append(row)
     return results + of_sums(comm, x, ids, probs)
+
+
+def of_kernels(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
+    """The kernels of one call of dispatch and of combine, as [name, us, us of idle time before it]."""
+    x, ids, probs = routed(rows, hidden, device)
+    results = []
+    for fmt in (None, "e4m3"):
+        of_dispatch = partial(expert_parallel.dispatch, x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)
+        received = of_dispatch()
+        y = torch.randn(received.topk_ids.shape[0], hidden, device=device, dtype=torch.bfloat16)
+        of_combine = partial(expert_parallel.combine, y, received.route, comm, fmt=fmt)
+        for verb, action in (("dispatch", of_dispatch), ("combine", of_combine)):
+            for _ in range(3):
+                action()
+            events = kernels_of(action, device)
+            row: dict[str, Any] = {"name": f"{verb}, {fmt or 'bf16'}, kernels", "shape": f"{rows} x {hidden}"}
+            row["us"] = events[-1][1] + events[-1][2] - events[0][1] if events else 0.0
+            row["kernels"], end = [], events[0][1] if events else 0.0
+            for name, start, us in events:
+                row["kernels"].append([name, us, max(start - end, 0.0)])
+                end = max(end, start + us)
+            results.append(row)
+    return results
+
+
+def kernels_of(action: Callable[[], Any], device: str) -> list[tuple[str, float, float]]:
+    """(name, start, duration) of each kernel and copy on this rank's device, in microseconds."""
+    if device != "cuda":
+        action()
+        return []
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        action()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(
+        ((e.name, e.time_range.start, e.time_range.elapsed_us()) for e in events), key=lambda e: e[1]
+    )
 
 
 def routed(rows: int, hidden: int, device: str) -> tuple[Any, Any, Any]:
@@ -200,19 +246,23 @@ def of_format(
 ) -> list[tuple[str, Callable[[], Any]]]:
     ready = expert_parallel.messages.Message(x, fmt).pack()
 
-    def exchange(rows: Any, fmt: str | None) -> Any:
+    def exchange(rows: Any, fmt: str | None, counts: Counts = equal) -> Any:
         message = expert_parallel.messages.Message(rows, fmt)
-        pending = expert_parallel.exchange.deliver(message, None, equal, comm)
+        pending = expert_parallel.exchange.deliver(message, None, counts, comm)
         if pending is None:
             packed, size = message.pack(), message.row_bytes
-            pending = expert_parallel.exchange.exchange_rows(packed, size, equal, comm)
+            pending = expert_parallel.exchange.exchange_rows(packed, size, counts, comm)
         return pending.wait()
 
     def dispatch() -> Any:
         return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)
 
+    counts = dispatch().route.counts
+    sent = torch.randn(sum(counts[comm.rank]), x.shape[1], device=x.device, dtype=x.dtype)
+    sent = expert_parallel.messages.Message(sent, fmt).pack()
     return [
         ("exchange", lambda: exchange(ready, None)),
+        ("exchange of the dispatched rows", lambda: exchange(sent, None, counts)),
         ("exchange with quantisation", lambda: exchange(x, fmt)),
         ("dispatch", dispatch),
     ]
@@ -286,6 +336,8 @@ def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | 
     times = f"{row['us']:.1f} us", f"{row.get('graph_us', 0):.1f}"
     cells = row["by"], row["name"], row["shape"], *times, row.get("sent_bytes", 0), row.get("error", "")
     print(line(cells, (-5, -26, -57, 13, 10, 12, -1)), flush=True)
+    for name, us, idle in row.get("kernels", ()):
+        print(line((name[:70], f"{us:.1f} us", f"after {idle:.1f} us"), (-72, 12, 16)), flush=True)
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         prefix = {
