@@ -202,7 +202,7 @@ def experts_with_lora(
     if options.recompute is None or not torch.is_grad_enabled():
         return _halves(*operands)
     calls = itertools.count()
-    return recomputed(lambda *given: _halves(*given, again=next(calls) > 0), *operands)
+    return recomputed(lambda *given: _halves(*given, next(calls) > 0), *operands)
 
 
 def _halves(
