@@ -407,15 +407,17 @@ class Everything(nn.Module):
         super().__init__()
         self.first, self.norm, self.drop = nn.Linear(H, H), nn.BatchNorm1d(H), nn.Dropout(0.5)
         self.experts = layer_of()
-        self.calls, self.fail_at = 0, None
+        self.seen, self.fail_at, self.calls = [], None, 0
 
     def forward(self, x):
+        self.seen.append(self.calls)
         self.calls += 1
+        self.last = x
         x = self.drop(self.norm(self.first(x))) + random.random() + np.random.rand()  # noqa: NPY002
         y = self.experts(x)
-        if self.fail_at == ("forward", self.calls):
+        if self.fail_at == ("forward", len(self.seen)):
             raise KeyError("forward")
-        if self.fail_at == ("backward", self.calls):
+        if self.fail_at == ("backward", len(self.seen)):
             y.register_hook(self.fail)
         return y
 
@@ -436,6 +438,7 @@ def state(model):
         "python": random.getstate(),
         "numpy": np.random.get_state()[2],  # noqa: NPY002
         "modes": [m.training for m in model.modules()],
+        "attributes": (model.calls, id(getattr(model, "last", None))),
         "added": [hasattr(p, "grad_added_to_main_grad") for p in model.parameters()],
         "copies": model.experts.fp8_weight_nbytes,
         "statistics": id(model.experts.stats()),
@@ -454,7 +457,8 @@ def test_the_model_is_as_before(fail_at):
     square(model(x)).backward()
     model.experts.quantize_weights()
     model.drop.eval()
-    model.calls, model.fail_at = 0, fail_at
+    model.fail_at = fail_at
+    model.seen.clear()
     before = state(model)
     with fp8moe.trace() as traced:
         if fail_at is None:

@@ -473,6 +473,18 @@ def test_activations(options, activation):
     torch.testing.assert_close(y, torch.cat(wanted), rtol=2e-5, atol=2e-6)
 
 
+def test_diagnose():
+    """It does not count as a step's first micro-batch."""
+    experts = megatron.FP8FlowExperts(2, moe_config(moe_ffn_hidden_size=128), pg_collection=groups())
+    experts.train().is_first_microbatch = True
+    rows = torch.randn(8, 64), torch.tensor([5, 3]), torch.rand(8)
+    (layer,) = fp8moe.torch.diagnose(experts, rows, loss=lambda result: result[0].square().sum()).layers
+    assert (layer.kind, layer.recipe, layer.rerouted) == ("FP8FlowExperts", "fp8_flow", None)
+    assert all(g.error < g.limit for g in layer.gradients.values())
+    assert experts.is_first_microbatch is True
+    assert all(p.grad is None for p in experts.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "options", "sizes"),
     [

@@ -24,6 +24,7 @@ from torchtitan.models.qwen3 import model_registry
 
 from fp8moe import Activation
 from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
+from fp8moe.torch import diagnose
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 D, F, E, K, B, L = 64, 48, 4, 2, 3, 7
@@ -114,6 +115,18 @@ def test_routed_experts(recipe, recompute, inner):
     own, roundings = (x, 6) if inner is GroupedExperts else (x.bfloat16(), 14)
     y = plain(own, scores, ids, counts)
     assert (y - wanted[0]).norm() <= roundings * 2.0**-9 * wanted[0].norm()
+
+
+@pytest.mark.parametrize("inner", [GroupedExperts, GptOssGroupedExperts])
+def test_diagnose(inner):
+    experts = converted(config(inner), recipe="fp8_flow", save="fp8").build()
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    (layer,) = diagnose(experts, routed(), loss=lambda y: y.square().sum()).layers
+    assert (layer.kind, layer.save, layer.tokens) == ("FP8RoutedExperts", "fp8", B * L)
+    assert {*layer.gradients} == {"dx", "dprobs", "dw13", "dw2"}  # a bias of experts is no router
+    assert all(g.error < g.limit for g in layer.gradients.values())
+    assert all(p.grad is None for p in experts.parameters())
 
 
 def test_the_gemms_add_weight_gradients_to_grad():

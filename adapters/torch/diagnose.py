@@ -194,7 +194,8 @@ def _loss_of(model: nn.Module, batch: Any, loss: Any) -> Callable[[], Tensor]:
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Restores what a forward and backward change."""
-    modes = [(m, m.training) for m in model.modules()]
+    # modes and counters, and what says that a micro-batch was the first
+    attributes = [(m, dict(vars(m))) for m in model.modules()]
     buffers = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     # of parameters whose gradient other kernels add to a main_grad: in host memory, as there may be many
     mains = [(p, p.main_grad, p.main_grad._version, p.main_grad.cpu()) for p in _with_main_grad(model)]
@@ -225,8 +226,11 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if not torch.equal(buffer, copy):
                     buffer.copy_(copy)
-        for module, training in modes:
-            module.training = training
+        for module, values in attributes:
+            now = vars(module)
+            for name in [name for name in now if name not in values]:
+                del now[name]
+            now.update(values)
 
 
 def _with_main_grad(model: nn.Module) -> list[Any]:
@@ -331,13 +335,17 @@ class _Run:
         return y.to(x.dtype)
 
     def _routers_of(self, module: nn.Module, experts: int) -> list[str]:
-        """Names of the router's weights: the layer's own, or those beside it."""
+        """Names of the router's weights [E, H]: the layer's own, or those beside it. Biases [E, H] are
+        beside weights of three dimensions."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for of in (module, self.parents.get(id(module))):
-            if of is not None:
-                own = [p for p in of.parameters() if p.ndim == 2 and len(p) == experts and p.requires_grad]
-                if own:
-                    return [names[id(p)] for p in own]
+            own = []
+            for m in of.modules() if of is not None else ():
+                beside = [*m.parameters(recurse=False)]
+                if all(p.ndim < 3 for p in beside):
+                    own += [names[id(p)] for p in beside if p.ndim == 2 and len(p) == experts]
+            if own:
+                return own
         return []
 
 
