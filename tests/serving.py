@@ -124,13 +124,18 @@ def case(rng, tokens=64, hidden=256, ffn=256, experts=16, topk=8):
     return x, w13, w2, ids, probs / probs.sum(axis=1, keepdims=True)
 
 
-def weights_of(w):
-    """(codes, scales) of float32 [E, N, K], with powers of two for scales."""
+def weights_of(w, pow2=True):
+    """(codes, scales) of [E, N, K], with powers of two for scales, or amax / 448."""
     experts, rows, columns = w.shape
     blocks = w.reshape(experts, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max(axis=(2, 4)).astype(np.float64) / 448)))
-    codes = to_float8(blocks / scales[:, :, None, :, None], "e4m3").reshape(w.shape)
+    scales = np.abs(blocks).max(axis=(2, 4)).astype(np.float64) / 448
+    scales = np.exp2(np.ceil(np.log2(scales))) if pow2 else scales.astype(np.float32)
+    codes = to_float8(blocks / scales[:, :, None, :, None].astype(np.float64), "e4m3").reshape(w.shape)
     return codes, scales.astype(np.float32)
+
+
+def values_of(codes, scales):
+    return from_float8(codes, "e4m3") * np.repeat(np.repeat(scales, BLOCK, axis=1), BLOCK, axis=2)
 
 
 def exact(x, w13, w2, ids, probs):
@@ -158,8 +163,8 @@ STEPS = {
     "float scales": {"scales": "float"},
     "activation rounded to bfloat16": {"activation": "bfloat16"},
     "SiLU(gate) and activation rounded to bfloat16": {"activation": "bfloat16 twice"},
-    "weights on fc2's float32 sums": {"weights": "sums"},
-    "weights on fc2's bfloat16 rows": {"weights": "rows"},
+    "router's weights on fc2's float32 sums": {"weights": "sums"},
+    "router's weights on fc2's bfloat16 rows": {"weights": "rows"},
     "experts summed by slot": {"order": "slot"},
     "summed in bfloat16": {"total": "bfloat16"},
 }
@@ -182,7 +187,13 @@ def table():
         lines.append(f"| {name} | {cell(changed, ours['fp8_flow'])} |")
     floats = replace(OURS["fp8_flow"], scales="float")
     after = cell(serve(*inputs, replace(floats, weights="rows")), serve(*inputs, floats))
-    lines.append(f"| weights on fc2's bfloat16 rows, where both have float scales | {after} |")
+    lines.append(f"| router's weights on fc2's bfloat16 rows, where both have float scales | {after} |")
+    published = [weights_of(w, pow2=False) for w in (w13, w2)]
+    again = [weights_of(values_of(*w)) for w in published]
+    loaded = (serve(x, *weights, ids, probs, OURS["fp8_flow"]) for weights in (again, published))
+    lines.append(
+        f"| experts' weights with float scales quantised again, to powers of two | {cell(*loaded)} |"
+    )
     lines += ["", "| experts | from fp8_flow: other bits, norm | from fp8_blockwise | from float64 |"]
     lines.append("|---|---:|---:|---:|")
     for name, how in {**OURS, **ENGINES}.items():
