@@ -342,6 +342,26 @@ def test_weights_of_another_kind_are_refused():
         for _ in range(2):
             with pytest.raises(TypeError, match=words):
                 other(x)
+    for adapters in (False, True):  # after forwards that were right
+        other = layer_of()
+        other = other.add_lora(4) if adapters else other
+        other(x), other(x)
+        other.w2.weight_scale_inv.requires_grad_()
+        with pytest.raises(TypeError, match=r"w2: got codes or scales that require grad, .*requires_grad_"):
+            other(x)
+    codes, (_, *rest) = (layer.w13.quantized, layer.w2.quantized), layer.route(x.detach())
+    for _ in range(2):
+        moe_experts(x, *codes, *rest)
+    in_numpy = fp8moe.quantize_weights(np.ones((E, H, 256), np.float32))
+    with pytest.raises(TypeError, match=r"w2: got a Quantized of numpy.ndarray; wanted one of torch"):
+        moe_experts(x, codes[0], in_numpy, *rest)
+    codes[1].rowwise.scales.requires_grad_()
+    for given, options in (
+        (codes, {}),
+        (map(torch.randn, ((E, 512, H), (E, H, 256))), {"fp8_weights": codes}),
+    ):
+        with pytest.raises(TypeError, match=r"w2: got codes or scales that require grad"):
+            moe_experts(x, *given, *rest, **options)
     with pytest.raises(ValueError, match=r"w13.weight: got shape \[3, 512, 160\]; wanted \[4, 512, 160\]"):
         replaced("w13.weight", layer.w13.weight[:3].clone())(x)
     for name, value, words in (
@@ -365,7 +385,7 @@ def test_records_are_checked():
         ((e5m2, w2), TypeError, r"w13.rowwise: got fmt 'e5m2'"),
         ((fp8moe.Quantized(None, half.columnwise), w2), TypeError, r"w13.rowwise: got None"),
         ((fp8moe.Quantized(half.columnwise), w2), TypeError, r"w13.rowwise: got transposed codes"),
-        ((in_numpy, w2), TypeError, r"w13.rowwise.data: got ndarray; wanted a tensor"),
+        ((in_numpy, w2), TypeError, r"w13: got a Quantized of numpy.ndarray; wanted one of"),
         ((w13, w13), ValueError, r"w13.weight: got shape \[4, 512, 160\]; wanted \[4, 512, 512\]"),
     ):
         with pytest.raises(error, match=words):

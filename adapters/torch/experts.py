@@ -227,6 +227,8 @@ def _describe_codes(codes: Any, leaves: tuple[Any, ...], arrays: list[Any], kind
     for w in codes:
         for q in (w.rowwise, w.columnwise):
             if type(q) is QuantTensor:
+                if getattr(q.data, "requires_grad", False) or getattr(q.scales, "requires_grad", False):
+                    return False  # to be refused
                 arrays += (q.data, q.scales)
                 kinds += (q.fmt, q.block, q.layout, q.transposed)
             elif q is not None:

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fp8moe import Quantized, QuantTensor
 from fp8moe.adapters.torch.library import as_bytes, spec_of
-from fp8moe.adapters.torch.operands import FP8_BLOCK
+from fp8moe.adapters.torch.operands import FP8_BLOCK, check_codes
 from fp8moe.adapters.torch.operation import check_tensor
 from fp8moe.formats import ceil_div
-from fp8moe.layer.checks import check_codes_of_forward
 from fp8moe.runtime import checks
 from fp8moe.runtime.record_trees import map_arrays
 
@@ -79,6 +78,7 @@ class FrozenWeight(nn.Module):
                     "first: load_state_dict(..., assign=True)"
                 )
             checks.shape(whose, t, wanted)
+        check_codes(name, self.quantized)
 
     def checked(self, state: dict[str, Any], prefix: str, shard: Callable[[Any, Tensor], Any]) -> None:
         """Checks a state dict's entries before torch copies them, with a cast, and puts those in the form of
@@ -133,7 +133,7 @@ def row_codes(name: str, w: Any) -> QuantTensor:
     """The codes of a weight that a layer may have without masters."""
     if not isinstance(w, Quantized):
         raise TypeError(f"{name}: got {type(w).__name__}; {_FIX}")
-    check_codes_of_forward(name, w)
+    check_codes(name, w)
     q, of = w.rowwise, f"{name}.rowwise"
     for part in ("data", "scales"):
         check_tensor(f"{of}.{part}", getattr(q, part))

@@ -23,6 +23,7 @@ from fp8moe.layer.moe import experts_of
 from fp8moe.layer.options import WEIGHT_COPIES, LayerOptions
 from fp8moe.layer.recipes import RECIPES, Recipe
 from fp8moe.runtime import checks
+from fp8moe.runtime.record_trees import arrays_in
 
 __all__ = ["quantize_fp8_weights"]
 
@@ -147,7 +148,7 @@ def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[A
             expected = first.shape[0], rows, first.shape[2]
         else:
             expected = *w.shape[:2], round_up_to_block(w.shape[2])
-        check_codes_of_forward(f"fp8_weights of {name}", codes)
+        check_codes(f"fp8_weights of {name}", codes)
         checks.shape(f"fp8_weights of {name}", codes, expected)
 
 
@@ -204,7 +205,7 @@ def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, ha
         if not isinstance(w, (Tensor, Quantized)):
             raise _not_a_weight(name, w13 if name == "w13" else w2)
         if isinstance(w, Quantized):
-            check_codes_of_forward(name, w)
+            check_codes(name, w)
         check_float(name, w, 3)
         if not recipe.quantizes and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
@@ -242,6 +243,22 @@ def checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: Recipe, ha
                 break
         raise ValueError(f"w2: got shape {list(w2.shape)}; {wanted}")
     return [tuple(parts) if len(parts) == 2 else parts[0], w2]
+
+
+def check_codes(name: str, w: Quantized) -> None:
+    """Checks that a forward can read weights in FP8, and that nobody waits for their gradients."""
+    check_codes_of_forward(name, w)
+    for t in arrays_in(w):
+        if not isinstance(t, Tensor):
+            raise TypeError(
+                f"{name}: got a Quantized of {type(t).__module__}.{type(t).__qualname__}; wanted one of "
+                "torch tensors; make it of such codes and scales, or by fp8moe.torch.quantize_weights"
+            )
+        if t.requires_grad:
+            raise TypeError(
+                f"{name}: got codes or scales that require grad, of which there is none; wanted them "
+                "without; call .requires_grad_(False) on each"
+            )
 
 
 def _not_a_weight(name: str, w: Any) -> TypeError:
