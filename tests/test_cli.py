@@ -487,8 +487,18 @@ def test_compile_without_cupy_names_the_extra_that_has_it():
     assert "fp8moe[bench]" not in done.stderr
 
 
-def test_the_corpus_is_the_plays():
+def test_the_texts_are_the_same_on_all_machines():
+    """The digest of the generated one was the same with Python 3.11, 3.12 and 3.13: losses of other machines
+    can be compared."""
+    from hashlib import sha256
+
     from fp8moe.demo import text
+
+    generated = bytes(text.generated_text())
+    assert len(generated) == 4_000_000
+    assert generated.startswith(bytes(text.generated_text(1000)))
+    digest = "5abfb5002878276d9fbd22f0423263a26e002ce9c9640d3fc1c79dcad020ae93"
+    assert sha256(generated).hexdigest() == digest
 
     plays = bytes(text.shakespeare())
     assert plays.startswith(b"First Citizen:\nBefore we proceed any further, hear me speak.")

@@ -178,6 +178,39 @@ def test_every_results_file_has_a_table():
     assert shown == topics
 
 
+def test_commands_of_the_figures_are_those_of_today():
+    (verbs,) = (a.choices for a in command_line.parser()._actions if isinstance(a.choices, dict))
+    texts = [page.read_text() for page in MEASURED] + [file.read_text() for file in step.FILES]
+    commands = re.findall(r"python (-m \S+|\S+\.py)(?: (\w+))?", " ".join(texts))
+    for called, word in dict.fromkeys(commands):
+        module = called.removeprefix("-m ").rstrip("`,.;")
+        if module == "fp8moe":
+            assert word in verbs
+        elif not called.endswith(".py"):
+            assert importlib.util.find_spec(module), called
+        else:
+            assert (ROOT / called).exists(), called
+    assert "benchmarks.sweep" in str(commands)
+
+
+def test_the_first_picture_says_why_its_times_differ(monkeypatch):
+    """From the first table's, which is of another run."""
+    picture = table.table("picture")
+    assert table.compared()[0]["commit"] != table.newest_layers()[0]["commit"]
+    assert "first table" in picture
+    same = [{**r, "commit": table.newest_layers()[0]["commit"]} for r in table.compared()]
+    monkeypatch.setattr(table, "compared", lambda: same)
+    assert "first table" not in table.table("picture")
+
+
+def test_the_start_page_begins_as_the_readme():
+    readme, start = (ROOT / "README.md").read_text(), (DOCS / "index.md").read_text()
+    for name in ("intro", "quickstart"):
+        text = re.search(rf"<!-- table {name} -->\n(.*?)<!-- end -->", start, re.DOTALL)[1]
+        assert len(text) > 300
+        assert text.split("-->\n")[-1] in readme
+
+
 def test_pictures_match_the_results():
     """The pictures contain a digest of their rows; python -m benchmarks.table redraws them."""
     for picture in (step, speedup):
