@@ -42,6 +42,7 @@ from fp8moe.adapters.torch.ops import (
     unpad,
     unpermute,
 )
+from fp8moe.adapters.torch.published import published_experts
 from fp8moe.adapters.torch.router import Router, route
 from fp8moe.adapters.torch.scaled_mm import scaled_grouped_mm, scaled_grouped_mm_wgrad, scaled_mm
 from fp8moe.adapters.torch.sharding import LoadPlanner, clip_grad_norm_, exclude_from_ddp, param_groups
@@ -91,6 +92,7 @@ __all__ = [
     "plan_routing_map",
     "plan_row_map",
     "plan_topk",
+    "published_experts",
     "quantize",
     "quantize_fp8_weights",
     "quantize_weights",

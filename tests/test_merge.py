@@ -1,4 +1,5 @@
-"""Adapters merged into weights, against float64 and NumPy's own rounding to e4m3."""
+"""Adapters merged into weights, against float64 and NumPy's own rounding to e4m3; and layers as the tensors
+of checkpoints."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fp8moe  # noqa: E402
-from fp8moe.torch import LoRA, merge_lora, quantize_weights  # noqa: E402
+from fp8moe.adapters.torch.low_rank import pair_of  # noqa: E402
+from fp8moe.torch import FP8FlowMoE, LoRA, merge_lora, published_experts, quantize_weights  # noqa: E402
 
 E, N, K, R = 3, 256, 160, 6
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -143,3 +145,56 @@ def test_wrong_kinds():
         merge_lora(torch.ones(E, N, K).long(), lora)
     with pytest.raises(ValueError, match=r"lora: a: got shape \[3, 6, 160\]; wanted \[3, 6, 128\]"):
         merge_lora(torch.ones(E, N, 128), lora)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("ffn", [128, 96])
+def test_published_experts_are_the_codes_of_the_forward(gated, ffn):
+    """Of a trained layer; of a layer of these codes; and with adapters, those of `merge_lora`."""
+    activation = fp8moe.Activation("swiglu" if gated else "silu")
+    layer = FP8FlowMoE(K, ffn, num_experts=E, topk=2, activation=activation)
+    names = ("gate", "up", "down")[not gated :]
+    tensors, reports = published_experts(layer, "model.mlp.experts.")
+    assert reports == {}
+    assert len(tensors) == E * len(names) * 2
+    w13, w2 = fp8moe.torch.quantize_fp8_weights(layer.w13, layer.w2, activation=activation)
+    given = []
+    for name in names:
+        keys = [f"model.mlp.experts.{e}.{name}_proj.weight" for e in range(E)]
+        assert {tensors[key].dtype for key in keys} == {torch.float8_e4m3fn}
+        given.append(([tensors[k] for k in keys], [tensors[f"{k}_scale_inv"] for k in keys]))
+    parts, width = given[:-1], -(-ffn // 128) * 128
+    again13 = fp8moe.from_block_fp8(
+        tuple([codes for codes, _ in parts]), tuple([scales for _, scales in parts]), rows=width
+    )
+    again2 = fp8moe.from_block_fp8(*given[-1], columns=width)
+    for again, w in ((again13, w13), (again2, w2)):
+        assert torch.equal(again.rowwise.data, w.rowwise.data)
+        assert torch.equal(again.rowwise.scales, w.rowwise.scales)
+    if ffn == 96:
+        return
+    frozen = FP8FlowMoE.from_quantized(again13, again2, topk=2, activation=activation)
+    found, _ = published_experts(frozen, "model.mlp.experts.")
+    assert all(torch.equal(t.view(torch.uint8), found[n].view(torch.uint8)) for n, t in tensors.items())
+    frozen.add_lora(R)
+    for p in frozen.lora.parameters():
+        torch.nn.init.normal_(p)
+    found, reports = published_experts(frozen)
+    merged, report = merge_lora(again2, pair_of(frozen.lora)[1])
+    assert reports["w2"] == report
+    assert torch.equal(found["experts.2.down_proj.weight"].view(torch.uint8), merged.rowwise.data[2])
+    assert torch.equal(found["experts.2.down_proj.weight_scale_inv"], merged.rowwise.scales[2])
+    merged, report = merge_lora(again13, pair_of(frozen.lora)[0])
+    assert reports["w13"] == report
+    assert torch.equal(found["experts.1.up_proj.weight"].view(torch.uint8), merged.rowwise.data[1, -128:])
+
+
+def test_what_published_experts_refuses():
+    with pytest.raises(TypeError, match="layer: got Linear; wanted FP8FlowMoE"):
+        published_experts(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="layer: got recipe 'bf16', which multiplies by no FP8 codes"):
+        published_experts(FP8FlowMoE(128, 128, num_experts=2, topk=1, recipe="bf16"))
+    layer = FP8FlowMoE(128, 128, num_experts=2, topk=1)
+    layer.w2.data[1, 3, 5] = float("nan")
+    with pytest.raises(ValueError, match="w2: got NaN or infinity; wanted finite weights"):
+        published_experts(layer)
