@@ -163,6 +163,30 @@ def test_gradient_checkpointing(implementation, reentrant, calls):
     assert all(torch.equal(grad, wanted[1][name]) for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("implementation", [FP8, RECOMPUTED])
+def test_fully_shard(implementation, calls):
+    """Around what reads the weights: a decoder layer, or PEFT's wrapper of the experts."""
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    wanted = losses(adapted("qwen3_moe", implementation))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for of_layer in (True, False):
+            model = adapted("qwen3_moe", implementation)
+            (layer,) = model.base_model.model.model.layers
+            fully_shard(layer if of_layer else layer.mlp.experts, mesh=mesh)
+            logits, grads = losses(fully_shard(model, mesh=mesh))
+            assert torch.equal(logits, wanted[0])
+            for name, grad in grads.items():
+                assert torch.equal(grad.full_tensor(), wanted[1][name])
+    finally:
+        dist.destroy_process_group()
+    assert calls == [True] * 3
+
+
 def test_saved_adapters_are_loaded(tmp_path, calls):
     model = adapted("gpt_oss", FP8)
     logits, _ = losses(model)
