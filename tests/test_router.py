@@ -33,6 +33,7 @@ from router_checks import (
 import fp8moe
 import fp8moe.torch
 from fp8moe import RouterConfig
+from fp8moe.adapters.torch import router as torch_router
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.router import Router
 from fp8moe.ops.router import add_product
@@ -516,6 +517,31 @@ def test_a_router_module_with_padding(sequences, device):
     with torch.no_grad():  # of padding only
         _, probs, *losses = router(x, num_sequences=sequences, padding_mask=torch.ones_like(mask))
     assert not any(t.any() for t in (probs, *losses))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_bfloat16_parts(monkeypatch, dtype):
+    """The tensor cores' way, with CPU products in float64, beside the float32 product."""
+    monkeypatch.setattr(
+        torch_router.torch,
+        "mm",
+        lambda a, b, out_dtype=None: (a.double() @ b.double()).to(out_dtype or a.dtype),
+    )
+    router = Router(96, 12, RouterConfig(3), dtype=dtype)
+    x = torch.randn(40, 96, dtype=torch.bfloat16, requires_grad=True)
+    dprobs, found = torch.randn(40, 3), []
+    for parts in (True, False):
+        monkeypatch.setattr(torch_router, "_on_tensor_cores", lambda *_, parts=parts: parts)
+        ids, probs = router(x)
+        grads = torch.autograd.grad(probs, (x, router.weight), dprobs)
+        found.append((ids, probs.detach(), *(grad.double() for grad in grads)))
+    (ids, probs, dx, dw), (right_ids, right, right_dx, right_dw) = found
+    assert torch.equal(ids, right_ids)
+    # float32 sums of 96 products of numbers whose parts have 24 bits; dx, and dw of a bfloat16 weight, are
+    # rounded to 8 bits by both
+    torch.testing.assert_close(probs, right, rtol=0, atol=96 * UNIT)
+    assert (dx - right_dx).norm() <= 2.0**-8 * right_dx.norm()
+    assert (dw - right_dw).norm() <= (2.0**-8 if dtype == torch.bfloat16 else 2.0**-18) * right_dw.norm()
 
 
 @pytest.mark.parametrize("take", ["function", "module", "layer"])

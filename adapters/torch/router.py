@@ -337,39 +337,39 @@ def _on_tensor_cores(x: Tensor, w: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and w.dtype in (torch.bfloat16, torch.float32)
 
 
-def _product(x: Tensor, w: Tensor) -> Tensor:
-    parts_of_w = parts(w)
-    if len(parts_of_w) == 1:
-        return torch.mm(x, w.t(), out_dtype=torch.float32)
-    logits = torch.mm(x, torch.cat(parts_of_w).t(), out_dtype=torch.float32)
-    return logits.view(x.shape[0], len(parts_of_w), len(w)).sum(dim=1)
+def _product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, and w's parts one below the other, for the backward; w itself if it has one."""
+    if w.dtype == torch.bfloat16:
+        return torch.mm(x, w.t(), out_dtype=torch.float32), w
+    parts_of_w = torch.cat(parts(w))
+    logits = torch.mm(x, parts_of_w.t(), out_dtype=torch.float32)
+    return logits.view(x.shape[0], 3, len(w)).sum(dim=1), parts_of_w
 
 
 def _product_backward(
     grad: Tensor,
     x: Tensor,
     w: Tensor,
+    parts_of_w: Tensor,
     added_to: Tensor | None = None,
     requested: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw) for the gradient of the logits, given as three concatenated parts [T, 3 E] in bfloat16.
-    added_to: another gradient of x, to which dx is added. requested: which of the two to compute; the other
-    is None."""
+    parts_of_w: of `_product`. added_to: another gradient of x, to which dx is added. requested: which of the
+    two to compute; the other is None."""
     experts, dw = len(w), None
     if requested[1]:
         dw = torch.mm(grad.t(), x, out_dtype=torch.float32).view(3, experts, -1).sum(dim=0).to(w.dtype)
     if not requested[0]:
         return None, dw
-    parts_of_w = parts(w)
-    if len(parts_of_w) == 1:
-        pair = grad, w.repeat(3, 1)
+    if w.dtype == torch.bfloat16:
+        pair = grad, torch.cat([w, w, w])
     else:
-        # only significant products of parts: each further part is smaller by 2^-8
-        pairs = [(i, j) for i in range(3) for j in range(3 - i)]
-        parts_of_grad = grad.view(grad.shape[0], 3, experts)
+        # only significant products of parts (i, j), i + j < 3: each further part is smaller by 2^-8
+        high, middle, low = grad.split(experts, dim=1)
         pair = (
-            torch.cat([parts_of_grad[:, i] for i, _ in pairs], dim=1),
-            torch.cat([parts_of_w[j] for _, j in pairs]),
+            torch.cat([high, high, high, middle, middle, low], dim=1),
+            torch.cat([parts_of_w, parts_of_w[: 2 * experts], parts_of_w[:experts]]),
         )
     return torch.mm(*pair) if added_to is None else _sum.run(added_to, *pair), dw
 
@@ -485,18 +485,19 @@ class _RouteRows(torch.autograd.Function):
     ) -> Any:
         ctx.pass_rows = pass_rows
         with without_autocast(x):
-            results = _forward(ctx, _product(x, w), bias, padding, config, num_sequences, x, w)
+            logits, parts_of_w = _product(x, w)
+            results = _forward(ctx, logits, bias, padding, config, num_sequences, x, w, parts_of_w)
         return (x.view_as(x), *results) if pass_rows else results
 
     @staticmethod
     @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        logits, ids, padding, x, w, *counts = ctx.saved_tensors
+        logits, ids, padding, x, w, parts_of_w, *counts = ctx.saved_tensors
         row_grad, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
         grad = _gradient(ctx, (logits, ids, padding, *counts), grads, True)
         with without_autocast(x):
-            return *_product_backward(grad, x, w, row_grad, asked_for(ctx)), *[None] * 5
+            return *_product_backward(grad, x, w, parts_of_w, row_grad, asked_for(ctx)), *[None] * 5
 
 
 _route_with_grad = differentiable(_Route)
