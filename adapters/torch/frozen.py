@@ -58,8 +58,8 @@ class FrozenWeight(nn.Module):
         """The record that the GEMMs read, of the buffers themselves."""
         return Quantized(QuantTensor(*self.tensors, block=FP8_BLOCK))
 
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks what may have been replaced since. shape: of this rank's experts."""
+    def check(self, name: str, shape: tuple[int, ...], fix: str) -> None:
+        """Checks what may have been replaced since. shape: of this rank's experts. fix: for another one."""
         experts, *sizes = shape
         tiles = experts, *(ceil_div(size, FP8_BLOCK[0]) for size in sizes)
         given = (_CODES, torch.uint8, shape), (_SCALES, torch.float32, tiles)
@@ -77,7 +77,7 @@ class FrozenWeight(nn.Module):
                     f"{whose}: got a tensor on meta, without values; wanted one on cpu or cuda; load it "
                     "first: load_state_dict(..., assign=True)"
                 )
-            checks.shape(whose, t, wanted)
+            checks.shape(whose, t, wanted, fix)
         check_codes(name, self.quantized)
 
     def checked(self, state: dict[str, Any], prefix: str, shard: Callable[[Any, Tensor], Any]) -> None:

@@ -923,7 +923,9 @@ class FP8FlowMoE(nn.Module):
             if isinstance(w, FrozenWeight) != self._is_frozen:
                 raise TypeError(_other_kind(name, w))
             if self._is_frozen:
-                w.check(name, (self.num_experts // self._ranks.size, *shape))
+                fix = "pass records of this rank's experts, and num_experts= of all ranks"
+                size = self._ranks.size
+                w.check(name, (self.num_experts // size, *shape), fix if size > 1 else "")
                 continue
             check_float(name, w, may_be_sharded=True)
             if self._options.precision.quantizes and w.dtype not in _DTYPES:
