@@ -5,15 +5,14 @@ or several, from one seed or several.
     python -m benchmarks.pairs runs/*.jsonl                     # the recipes' differences, paired by seed
 
 By default 1.27 B parameters on a GPU, and a toy (``--toy``) on a CPU. Weights are float32, with autocast to
-bfloat16; AdamW. The text is the same on all machines: plays of Shakespeare that the package has, generated
-source code, or the sources in wheels that are pinned by their hashes (``--wheels
-examples/corpus_wheels.txt``). Every 20th block of 64 KiB is held out. A tokenizer is trained on the rest, and
-kept in DATA with the tokens. A seed decides on the initial weights and on the order of the sequences, which
-are the same in every recipe.
+bfloat16; AdamW. The text is the same on all machines: plays of Shakespeare that the package has, or the
+sources in wheels that are pinned by their hashes (``--wheels examples/corpus_wheels.txt``). Every 20th block
+of 64 KiB is held out. A tokenizer is trained on the rest, and kept in DATA with the tokens. A seed decides on
+the initial weights and on the order of the sequences, which are the same in every recipe.
 
 OUT/NAME.jsonl has a row for the settings, one for each step and one for each evaluation. A run that was
-stopped, or that ``--pause-after`` ends, continues from its last checkpoint, bit for bit: the same command
-again. Without ``--out`` nothing is kept. Needs ``pip install 'fp8moe[transformers]'``.
+stopped, or that ``--pause-after`` or ``--minutes`` ends, continues from its last checkpoint, bit for bit: the
+same command again. Without ``--out`` nothing is kept. Needs ``pip install 'fp8moe[transformers]'``.
 """
 
 import argparse
@@ -35,7 +34,7 @@ import torch
 import transformers
 
 import fp8moe.transformers
-from fp8moe.demo.text import generated_text, shakespeare
+from fp8moe.demo.text import shakespeare
 from fp8moe.info import commit, versions
 from fp8moe.torch import weights_unchanged
 
@@ -61,7 +60,7 @@ SIZES = (  # name, at size, as a toy, meaning
 #: settings that say where and for how long, not what is computed
 ELSEWHERE = (
     *("out", "data", "corpus", "wheels", "toy"),  # hashes say which text it is
-    *("recipes", "seeds", "pause_after", "checkpoint_every"),
+    *("recipes", "seeds", "pause_after", "minutes", "deadline", "checkpoint_every"),
 )
 
 
@@ -74,13 +73,14 @@ def arguments(argv=None):
     parser.add_argument("--save", choices=("bf16", "fp8"), default="bf16", help="of fp8_flow: fc1's output")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="SEED")
     parser.add_argument(
-        "--corpus", default="plays", metavar="TEXT", help="plays (default), generated, or a file of text"
+        "--corpus", default="plays", metavar="TEXT", help="plays (default), or a file of text"
     )
     parser.add_argument("--wheels", type=Path, help="requirements with hashes: the sources in these wheels")
     parser.add_argument("--lr", type=float, default=6e-4, help="largest learning rate (default: 6e-4)")
     parser.add_argument("--out", type=Path, help="folder of rows and checkpoints")
     parser.add_argument("--data", type=Path, help="folder of tokenizer and tokens (default: OUT/data)")
     parser.add_argument("--pause-after", type=int, metavar="STEPS", help="of each run, to continue later")
+    parser.add_argument("--minutes", type=float, help="pause when the command has taken them")
     for name, at_size, as_toy, meaning in SIZES:
         parser.add_argument(f"--{name}", type=int, help=f"{meaning} (default: {at_size}, toy: {as_toy})")
     a = parser.parse_args(argv)
@@ -93,6 +93,7 @@ def arguments(argv=None):
             parser.error(f"--{name.replace('_', '-')}: got {getattr(a, name)}; wanted 1 or more")
     if a.batch % a.micro_batches:
         parser.error(f"--micro-batches: got {a.micro_batches}; wanted a divisor of the {a.batch} sequences")
+    a.deadline = math.inf if a.minutes is None else time.monotonic() + 60 * a.minutes
     for recipe in a.recipes:
         if recipe not in ("bf16", "fp8_flow", "fp8_blockwise"):
             parser.error(f"--recipes: got {recipe}; wanted bf16, fp8_flow or fp8_blockwise")
@@ -108,8 +109,6 @@ def text_of(a, folder):
         return sources(a.wheels, folder / "wheels")
     if a.corpus == "plays":
         return shakespeare().tobytes()
-    if a.corpus == "generated":
-        return generated_text(64_000 if a.toy else 400_000_000).tobytes()
     return Path(a.corpus).read_bytes()
 
 
@@ -134,7 +133,7 @@ def tokens_of(a, folder):
     """(training tokens, held-out tokens, sha256 of text and tokenizer), made once for a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     known = folder / "data.json"
-    asked = {"corpus": a.corpus, "wheels": a.wheels and a.wheels.read_text(), "toy": a.toy}
+    asked = {"corpus": a.corpus, "wheels": a.wheels and a.wheels.read_text()}
     asked["vocabulary"] = a.vocabulary
     if not known.exists():
         text = text_of(a, folder)
@@ -240,7 +239,7 @@ def loss_of(model, ids, device):
 def evaluation(model, held_out, a, device):
     model.eval()
     with torch.no_grad():
-        rows = held_out[: a.evaluate_on]
+        rows = held_out[:: max(1, len(held_out) // a.evaluate_on)][: a.evaluate_on]  # of all the text
         parts = [rows[i : i + a.batch] for i in range(0, len(rows), a.batch)]
         batches = [torch.from_numpy(part.astype(np.int64)) for part in parts]
         losses = [loss_of(model, batch, device)[1].item() * len(batch) for batch in batches]
@@ -327,7 +326,7 @@ def train(a, recipe, seed, data, folder, device):
             done = step + 1
             values = {"loss": torch.stack(losses).mean().item(), "gradient_norm": norm.item()}
             row(kind="step", step=done, **values, seconds=round(time.perf_counter() - start, 4))
-            last = done == end
+            last = done == end or time.monotonic() > a.deadline
             if done % a.evaluate_every == 0 or done == a.steps:
                 value = evaluation(model, held_out, a, device)
                 row(kind="evaluation", step=done, tokens=done * a.batch * a.length, loss=value)
@@ -340,8 +339,10 @@ def train(a, recipe, seed, data, folder, device):
                 new = kept.with_suffix(".new")
                 torch.save(state, new)
                 os.replace(new, kept)
-    if end < a.steps:
-        print(f"{name:24} paused after step {end}; the same command continues")
+            if last:
+                break
+        if begin < end and done < a.steps:
+            print(f"{name:24} paused after step {done}; the same command continues")
 
 
 def main(argv=None):
@@ -355,6 +356,8 @@ def main(argv=None):
         print(f"{a.batch * a.length:,} are {a.steps * a.batch * a.length / len(data[0]):.2f} epochs")
         for seed in a.seeds:
             for recipe in a.recipes:
+                if time.monotonic() > a.deadline:
+                    return
                 train(a, recipe, seed, data, folder, device)
 
 

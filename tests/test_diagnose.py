@@ -345,6 +345,21 @@ def test_weights_that_are_codes():
     assert x.grad is None
 
 
+def test_frozen_layers():
+    """Of codes only; none of their buffers is copied."""
+    weights = quantize_fp8_weights(torch.randn(E, 2 * F, H) / 11, torch.randn(E, H, F) / 11)
+    layer = FP8FlowMoE.from_quantized(*weights, topk=K)
+    codes = {name: t.clone() for name, t in layer.state_dict().items()}
+    found = diagnose(nn.Sequential(nn.Linear(H, H), layer), torch.randn(T, H), loss=square)
+    tensors = found.layers[0].tensors
+    assert found.findings == []
+    assert tensors["w13"].error == tensors["w2"].error == 0 < 2**-7 < tensors["dh"].error
+    assert "router" in found.layers[0].gradients
+    assert all(
+        torch.equal(t.view(torch.uint8), codes[n].view(torch.uint8)) for n, t in layer.state_dict().items()
+    )
+
+
 def test_transformers_experts():
     transformers = pytest.importorskip("transformers", minversion="5.23")
     import fp8moe.transformers

@@ -60,6 +60,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     """Rows, weights, optimizer and generators, bit for bit, also after a stop between checkpoints."""
     of_flow = "--recipes", "fp8_flow", "--data", whole / "data"
     run(tmp_path, *of_flow, "--pause-after", 1)
+    run(tmp_path, *of_flow, "--minutes", 0)  # begins nothing
     run(tmp_path, *of_flow, "--pause-after", 2)
     name = "fp8_flow-seed0"
     with open(tmp_path / f"{name}.jsonl", "a") as file:
@@ -77,7 +78,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     with pytest.raises(SystemExit, match=r"--lr: got 0\.001, where .* has 0\.0006"):
         run(tmp_path, *of_flow, "--lr", 1e-3)
     with pytest.raises(SystemExit, match="--data: got a folder of another corpus"):
-        run(tmp_path, *of_flow, "--corpus", "generated")
+        run(tmp_path, *of_flow, "--corpus", __file__)
 
 
 def test_recipes_differ_in_rounding_only(whole, capsys):

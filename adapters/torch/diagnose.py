@@ -51,6 +51,7 @@ __all__ = ["diagnose"]
 _ONE = int(np.ones((), FLOAT8_DTYPES[FORMAT]).view(np.uint8))
 #: largest e4m3 number that is subnormal, of the scale
 _NORMAL = 2**-6
+_CODES = torch.uint8, torch.float8_e4m3fn
 
 
 def diagnose(
@@ -196,7 +197,9 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Restores what a forward and backward change."""
     # modes and counters, and what says that a micro-batch was the first
     attributes = [(m, dict(vars(m))) for m in model.modules()]
-    buffers = [(m, n, b, b.clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    # not codes of frozen weights, of which no forward writes any
+    buffers = [(m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    values = [None if b.dtype in _CODES else b.clone() for *_, b in buffers]
     # of parameters whose gradient other kernels add to a main_grad: in host memory, as there may be many
     mains = [(p, p.main_grad, p.main_grad._version, p.main_grad.cpu()) for p in _with_main_grad(model)]
     parameters: list[Any] = [*model.parameters()]
@@ -218,19 +221,19 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             elif hasattr(p, "grad_added_to_main_grad"):
                 del p.grad_added_to_main_grad
         with torch.no_grad():
-            for p, main, version, values in mains:
+            for p, main, version, was in mains:
                 p.main_grad = main
                 if main._version != version:
-                    main.copy_(values)
-            for module, name, buffer, copy in buffers:
+                    main.copy_(was)
+            for (module, name, buffer), was in zip(buffers, values, strict=True):
                 module._buffers[name] = buffer
-                if not torch.equal(buffer, copy):
-                    buffer.copy_(copy)
-        for module, values in attributes:
+                if was is not None and not torch.equal(buffer, was):
+                    buffer.copy_(was)
+        for module, of_module in attributes:
             now = vars(module)
-            for name in [name for name in now if name not in values]:
+            for name in [name for name in now if name not in of_module]:
                 del now[name]
-            now.update(values)
+            now.update(of_module)
 
 
 def _with_main_grad(model: nn.Module) -> list[Any]:
