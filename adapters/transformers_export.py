@@ -261,6 +261,11 @@ def _check_values(name: str, w: Tensor, scales: Tensor | None) -> None:
 
 def _check_experts(name: str, experts: Any, to: str) -> None:
     """Refuses experts that the form does not describe, or whose codes training did not multiply by."""
+    if "_fp8moe_implementation" in vars(experts) or getattr(experts, "_is_expert_parallel", False):
+        raise NotImplementedError(
+            f"{name}: got experts of one rank of several; wanted all experts; save the model with "
+            "save_pretrained, which gathers them, and use `fp8moe convert`"
+        )
     if of_transformers.has_codes(experts):
         of_transformers.check_codes(experts)
         return

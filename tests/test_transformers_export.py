@@ -90,8 +90,7 @@ def in_codes(monkeypatch):
     return load
 
 
-@pytest.mark.parametrize("ffn", [F, 192])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "ffn"), [(torch.bfloat16, F), (torch.float32, 192)])
 def test_the_codes_are_those_that_training_multiplied_by(tmp_path, monkeypatch, dtype, ffn):
     """Of the forward after a step of an optimizer, in several files."""
     model = model_of(dtype=dtype, moe_intermediate_size=ffn)
@@ -428,6 +427,11 @@ def spoilt(model):
     return model
 
 
+def of_one_rank(model):
+    model.model.layers[1].mlp.experts._is_expert_parallel = True
+    return model
+
+
 def with_adapters(**changed):
     return lambda: adapted(model_of(), **changed)
 
@@ -463,6 +467,11 @@ REFUSED = {
         lambda: model_of().to("meta"),
         NotImplementedError,
         r"got a Tensor on the meta device; wanted a tensor that is whole.*`fp8moe convert`",
+    ),
+    "expert parallelism": (
+        lambda: of_one_rank(model_of()),
+        NotImplementedError,
+        "model.layers.1.mlp.experts: got experts of one rank of several",
     ),
     "infinity": (
         lambda: spoilt(model_of()),
@@ -539,10 +548,13 @@ def test_sizes_that_engines_refuse_are_named(tmp_path):
         export(model_of(moe_intermediate_size=192), tmp_path / "out")
 
 
-@pytest.mark.parametrize("target", ["experts", "FP8Linear"])
 @pytest.mark.parametrize(
-    ("how", "options"),
-    [("merge_adapter", {}), ("merge_and_unload", {}), ("merge_and_unload", {"safe_merge": True})],
+    ("target", "how", "options"),
+    [
+        ("experts", "merge_adapter", {}),
+        ("experts", "merge_and_unload", {"safe_merge": True}),
+        ("FP8Linear", "merge_and_unload", {}),
+    ],
 )
 def test_peft_does_not_merge_into_codes(tmp_path, in_codes, how, options, target):
     """It would add to codes, whatever their scales are. Refused before other layers are merged."""
