@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 import fp8moe.torch  # noqa: E402
 from fp8moe.activation import SWIGLU  # noqa: E402
 from fp8moe.adapters.torch import lora as adapter  # noqa: E402
+from fp8moe.adapters.torch.library import OPERATORS  # noqa: E402
 from fp8moe.layer import lora as core  # noqa: E402
 from fp8moe.layer.options import LayerOptions  # noqa: E402
 from fp8moe.torch import LoRA, moe_experts  # noqa: E402
@@ -338,6 +339,10 @@ def test_flops_are_counted(recipe, recompute):
     backward = of_w + 2 * of_a + 2 * of_b, hidden * rank, of_w + of_a + of_b
     wanted = [n for of_it in backward for n in (forward, of_it + again)]
     assert counts == [2 * rows * n for n in wanted]
+
+
+def test_the_operator_for_counters():
+    torch.library.opcheck(OPERATORS["lora_gemms"].op, (torch.zeros(3), 5))
 
 
 def test_matrices_that_begin_anywhere():

@@ -287,8 +287,8 @@ def test_grouped_gemm_of_codes(call):
 
 def test_every_operator_is_among_the_cases():
     """Operators declared by other modules are tested with those modules."""
-    experts = tuple(f"fp8moe.adapters.torch.{name}" for name in ("compiled", "compiled_over_ranks", "eager"))
-    elsewhere = *experts, "fp8moe.adapters.torch.router", "fp8moe.ops.row_maps"
+    names = "compiled", "compiled_over_ranks", "eager", "lora", "router"
+    elsewhere = *(f"fp8moe.adapters.torch.{name}" for name in names), "fp8moe.ops.row_maps"
     tested = [o for o in OPERATORS.values() if o.function.__module__ not in elsewhere]
     declared = {o.op.overloadpacket for o in tested}
     assert declared == {o for o, _ in opcheck_cases()}
