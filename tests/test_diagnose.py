@@ -126,9 +126,10 @@ def model_of(change=None, **options):
     return nn.Sequential(nn.Linear(H, H), layer_of(**options), *middle, layer_of(**options))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_clean_model_is_within_the_limits(options):
-    found = diagnose(model_of(**options), torch.randn(T, H), loss=square)
+def test_a_clean_model_is_within_the_limits(options, device):
+    found = diagnose(model_of(**options).to(device), torch.randn(T, H, device=device), loss=square)
     assert [layer.name for layer in found.layers] == ["1", "2"]
     assert found.findings == []
     for layer in found.layers:
@@ -421,6 +422,7 @@ class Everything(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.drop = nn.Linear(H, H), nn.BatchNorm1d(H), nn.Dropout(0.5)
+        self.off = nn.Dropout(0.5)
         self.experts = layer_of()
         self.seen, self.fail_at, self.calls = [], None, 0
 
@@ -428,7 +430,7 @@ class Everything(nn.Module):
         self.seen.append(self.calls)
         self.calls += 1
         self.last = x
-        x = self.drop(self.norm(self.first(x))) + random.random() + np.random.rand()  # noqa: NPY002
+        x = self.off(self.drop(self.norm(self.first(x)))) + random.random() + np.random.rand()  # noqa: NPY002
         y = self.experts(x)
         if self.fail_at == ("forward", len(self.seen)):
             raise KeyError("forward")
@@ -471,7 +473,7 @@ def test_the_model_is_as_before(fail_at):
     model.experts.w13.main_grad = torch.randn(E, 2 * F, H)
     square(model(x)).backward()
     model.experts.quantize_weights()
-    model.drop.eval()
+    model.off.eval()
     model.fail_at = fail_at
     model.seen.clear()
     before = state(model)
