@@ -483,6 +483,8 @@ def test_adapters_of_a_layer(device, recompute):
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < losses[0]
+    layer.reset_parameters()
+    assert all(p.any() == (i % 2 == 0) for i, p in enumerate(adapters))  # B is zero again
     assert all(map(torch.equal, bytes_of(layer), before))
 
 
