@@ -487,6 +487,21 @@ def test_compile_without_cupy_names_the_extra_that_has_it():
     assert "fp8moe[bench]" not in done.stderr
 
 
+def test_cupy_without_its_cuda_toolkit_is_said(monkeypatch, capsys):
+    """cuda-pathfinder raises RuntimeError with a list of the folders, in CuPy's first call."""
+
+    def not_found():
+        raise RuntimeError('Failure finding "libnvrtc.so.13": No such file\n  listdir("/a"):')
+
+    pytest.importorskip("cupy")
+    importlib.import_module("fp8moe.kernels_cuda.compile_all")
+    library = SimpleNamespace(getVersion=not_found)
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", library)
+    assert main(["compile", "--arch", "sm_90a"]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"fp8moe compile: .*libnvrtc.*pip install 'fp8moe\[cuda13\]'.*\n", error)
+
+
 def test_the_texts_are_the_same_on_all_machines():
     """The digest of the generated one was the same with Python 3.11, 3.12 and 3.13: losses of other machines
     can be compared."""

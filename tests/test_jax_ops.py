@@ -291,7 +291,11 @@ def test_array_to_add_to_that_is_also_an_input(jit):
     ("options", "error", "message"),
     [
         ({"recompute": "all"}, ValueError, "recompute: got 'all'"),
-        ({"activation": "swiglu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
+        (
+            {"activation": "swiglu"},
+            TypeError,
+            r"activation: got str; wanted an fp8moe.Activation; make it by fp8moe.Activation\(kind, ",
+        ),
         ({"token_sharding": jax.sharding.PartitionSpec("data")}, TypeError, "wanted a NamedSharding"),
     ],
 )

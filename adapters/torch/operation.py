@@ -276,14 +276,21 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _not_a_tensor(name: str, x: Any) -> TypeError:
-    fix = f"; pass {name}.data" if isinstance(x, (Permuted, SortedChunks)) else ""
+    fix = f"; pass {name}.data" if isinstance(x, (Permuted, SortedChunks)) else _as_tensor(name, x)
     fix = f"; pass {name}.rowwise or {name}.columnwise" if isinstance(x, Quantized) else fix
     return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor{fix}")
 
 
+def _as_tensor(name: str, x: Any) -> str:
+    """The end of a message: how x becomes a tensor, an array of another library without a copy."""
+    if hasattr(x, "__dlpack__"):
+        return f"; pass torch.from_dlpack({name})"
+    return f"; pass torch.tensor({name})" if isinstance(x, list) else ""
+
+
 def check_tensor(name: str, x: Any, *, may_be_sharded: bool = False) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
+        raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor{_as_tensor(name, x)}")
     if isinstance(x, DTensor) and not may_be_sharded:
         raise TypeError(
             f"{name}: got a DTensor of placements {x.placements}, which stands for the tensors of several "

@@ -10,6 +10,7 @@ receive the bounds and ignore entries outside of them.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
@@ -215,7 +216,9 @@ def flag(name: str, value: Any) -> bool:
 def options(name: str, value: Any, wanted: type) -> None:
     if not isinstance(value, wanted):
         module = "fp8moe" if hasattr(sys.modules["fp8moe"], wanted.__name__) else "fp8moe.expert_parallel"
-        raise TypeError(f"{name}: got {type(value).__name__}; wanted an {module}.{wanted.__name__}")
+        made = f"{module}.{wanted.__name__}"
+        fields = ", ".join(inspect.signature(wanted).parameters)
+        raise TypeError(f"{name}: got {type(value).__name__}; wanted an {made}; make it by {made}({fields})")
 
 
 def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:

@@ -496,8 +496,11 @@ _warned = False
 
 def load_nvrtc() -> ModuleType:
     try:
-        return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
-    except ImportError as error:
+        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+        nvrtc.getVersion()  # loads the library, which CuPy does not contain
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]  # the folders that were searched follow
         raise ImportError(
-            f"compiling needs CuPy and NVRTC ({error}); pip install 'fp8moe[cuda13]' (or fp8moe[cuda12])"
+            f"compiling needs CuPy and NVRTC ({reason}); pip install 'fp8moe[cuda13]' (or fp8moe[cuda12])"
         ) from error
+    return nvrtc
