@@ -388,6 +388,7 @@ def test_refusals(change, error_type, message):
         ({"a": torch.ones(2, 3, 4, dtype=torch.int64)}, TypeError, "a: got"),
         ({"dropout": 1.0}, ValueError, "dropout: got 1.0"),
         ({"scaling": "2"}, TypeError, "scaling: got '2'"),
+        ({"scaling": float("nan")}, ValueError, "scaling: got nan; wanted a finite number"),
     ],
 )
 def test_refused_adapters(change, error_type, message):

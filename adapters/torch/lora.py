@@ -4,6 +4,7 @@ node of autograd, with the activation between them."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,8 @@ class LoRA:
         for name in ("scaling", "dropout"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name}: got {value!r}; wanted a number")
+        if not math.isfinite(self.scaling):
+            raise ValueError(f"scaling: got {self.scaling}; wanted a finite number")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: got {self.dropout}; wanted a number from 0 to below 1")
 
