@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fp8moe  # noqa: E402
 import fp8moe.torch  # noqa: E402
+from fp8moe.runtime.record_trees import map_arrays  # noqa: E402
 from fp8moe.torch import FP8FlowMoE, moe_experts, quantize_fp8_weights, weights_unchanged  # noqa: E402
 
 H, F, E, K, T = 160, 192, 4, 2, 37  # partial tiles of both
@@ -235,7 +236,7 @@ def test_conversions_leave_codes_and_scales():
     assert all(map(torch.equal, bytes_of(layer), before))
     assert layer(x).shape == y.shape
     empty = copy.deepcopy(layer).to("meta")
-    with pytest.raises(TypeError, match=r"w13.weight: got a tensor on meta, .*assign=True"):
+    with pytest.raises(TypeError, match=r"w13: got codes and scales on meta, .*assign=True"):
         empty(x, torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))
     empty.load_state_dict(layer.state_dict(), assign=True)
     assert torch.equal(empty(x), layer(x))
@@ -254,6 +255,7 @@ def test_state_dicts(tmp_path):
     files = io.BytesIO()
     torch.save(state, files)
     files.seek(0)
+    (tmp_path / "layer.pt").write_bytes(files.getvalue())
     safetensors.save_file(state, tmp_path / "layer.safetensors")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -273,6 +275,9 @@ def test_state_dicts(tmp_path):
     for given in (torch.load(files), safetensors.load_file(tmp_path / "layer.safetensors"), state):
         others.append(layer_of())
         others[-1].load_state_dict(given)
+    on_meta = [map_arrays(lambda t: t.to("meta"), w.quantized) for w in (layer.w13, layer.w2)]
+    others.append(FP8FlowMoE.from_quantized(*on_meta, K, ffn=F))
+    others[-1].load_state_dict(torch.load(tmp_path / "layer.pt", mmap=True), assign=True)
     for other in others:
         assert all(map(torch.equal, bytes_of(other), bytes_of(layer)))
         assert torch.equal(other(x), layer(x))

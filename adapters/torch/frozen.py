@@ -72,13 +72,16 @@ class FrozenWeight(nn.Module):
                     f"{dtype}, contiguous; make the layer again by FP8FlowMoE.from_quantized, or load its "
                     "state dict"
                 )
-            if t.is_meta:
-                raise TypeError(
-                    f"{whose}: got a tensor on meta, without values; wanted one on cpu or cuda; load it "
-                    "first: load_state_dict(..., assign=True)"
-                )
             checks.shape(whose, t, wanted, fix)
         check_codes(name, self.quantized)
+
+    def check_values(self, name: str) -> None:
+        """Checks that codes and scales have been loaded."""
+        if any(t.is_meta for t in self.tensors):
+            raise TypeError(
+                f"{name}: got codes and scales on meta, without values; wanted them on cpu or cuda; load "
+                "them first: load_state_dict(..., assign=True)"
+            )
 
     def checked(self, state: dict[str, Any], prefix: str, shard: Callable[[Any, Tensor], Any]) -> None:
         """Checks a state dict's entries before torch copies them, with a cast, and puts those in the form of

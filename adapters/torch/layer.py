@@ -624,6 +624,8 @@ class FP8FlowMoE(nn.Module):
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
         self._check_weights(w13, w2)
+        if self._is_frozen:
+            w13.check_values("w13"), w2.check_values("w2")
         if self._options.limits_gemms and not torch.compiler.is_compiling():
             self._check_backend(x)
 
