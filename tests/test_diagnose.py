@@ -405,6 +405,28 @@ def test_what_a_gpu_computes_again_in_another_thread(monkeypatch):
     assert stats.observers == {}
 
 
+def test_layers_without_a_gradient_are_named():
+    """Also a layer without tokens, and one whose tokens have no expert."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.frozen, self.empty = layer_of(), layer_of(), layer_of()
+
+        def forward(self, x, ids):
+            with torch.no_grad():
+                x = self.frozen(x)
+            return self.used(x, ids, torch.rand(T, K)).square().sum() + self.empty(x[:0]).sum()
+
+    found = diagnose(Model(), (torch.randn(T, H), torch.full((T, K), -1)))
+    assert [layer.name for layer in found.layers] == ["used", "empty"]
+    assert [layer.tokens for layer in found.layers] == [T, 0]
+    assert found.not_reached == ("frozen",)
+    assert "no gradient reached them: frozen" in str(found)
+    assert found.findings == []
+    assert diagnose(model_of(), torch.randn(T, H), loss=square).not_reached == ()
+
+
 def test_compiled_modules_run_eagerly():
     def refuse(*_):
         raise AssertionError("compiled")

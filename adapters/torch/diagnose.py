@@ -137,7 +137,8 @@ def diagnose(
         layers.append(layer)
     others = [n for n, g in grads.items() if g is not None and n not in routers]
     rest = _compared([grads[n] for n in others], [grads_of_base[n] for n in others]) if others else None
-    return Diagnosis(tuple(layers), value, expected, rest)
+    not_reached = tuple([name for name in run.calls if name not in run.reached])
+    return Diagnosis(tuple(layers), value, expected, rest, not_reached)
 
 
 def _check_model(model: Any) -> None:
@@ -255,6 +256,7 @@ class _Run:
         self.calls: Counter[str] = Counter()
         self.ids: dict[str, Tensor] = {}
         self.layers: dict[int, LayerDiagnosis] = {}  # by the number of the call
+        self.reached: set[str] = set()
         self.routers: dict[int, list[str]] = {}
 
     def __call__(
@@ -312,7 +314,7 @@ class _Run:
                     f"{name}: got experts with {what}; wanted them without; load the model in one process, "
                     "and merge adapters before"
                 )
-        number = self.calls[name]
+        own_name, number = name, self.calls[name]
         self.calls[name] += 1
         name += f"[{number}]" * bool(number)
         permuted = align_size > 0
@@ -329,6 +331,7 @@ class _Run:
             names = self._routers_of(module, call.w2.shape[0])
 
             def report(tensors: Any, gradients: Any) -> None:
+                self.reached.add(own_name)
                 o = call.options
                 about = name, type(module).__name__, o.recipe, o.save, len(x), rerouted
                 self.layers[order], self.routers[order] = LayerDiagnosis(*about, tensors, gradients), names

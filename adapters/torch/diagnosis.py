@@ -190,12 +190,15 @@ class Diagnosis:
         Of the run in bfloat16.
     rest : GradientDiagnosis or None
         Gradients of all other parameters of the model, together, from the two runs; None if there are none.
+    not_reached : tuple of str
+        Layers that ran in the forward and that no gradient has reached, of which nothing is known.
     """
 
     layers: tuple[LayerDiagnosis, ...]
     loss: float
     loss_in_bf16: float
     rest: GradientDiagnosis | None
+    not_reached: tuple[str, ...]
 
     @property
     def findings(self) -> list[str]:
@@ -230,6 +233,8 @@ class Diagnosis:
                 f"gradients of all other parameters: cosine {self.rest.cosine:.6f}, norm "
                 f"{self.rest.norm_ratio:.4f} of bf16's"
             )
+        if self.not_reached:
+            lines.append(f"not diagnosed, as no gradient reached them: {', '.join(self.not_reached)}")
         return "\n".join(
             [*lines, "", *(self.findings or ["Every error is within the limits of the format."])]
         )
