@@ -26,7 +26,15 @@ import fp8moe
 from fp8moe.adapters import transformers as of_transformers
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.lora import LoRA
-from fp8moe.adapters.torch.merge import MergeReport, Sums, added_by, by_tile, merged_codes, merged_values
+from fp8moe.adapters.torch.merge import (
+    MergeReport,
+    Sums,
+    added_by,
+    as_codes,
+    by_tile,
+    merged_codes,
+    merged_values,
+)
 from fp8moe.adapters.torch.mxfp4 import MXFP4Weight
 from fp8moe.adapters.torch.operands import round_up_to_block
 from fp8moe.checkpoints.convert import PARTIAL_TILES, settings_of, unquantized
@@ -57,7 +65,12 @@ Added = Callable[[int], Tensor]
 
 
 def export(
-    model: nn.Module, folder: str | Path, to: str = "block-fp8", *, max_shard_bytes: int = 5 * 10**9
+    model: nn.Module,
+    folder: str | Path,
+    to: str = "block-fp8",
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    generator: torch.Generator | None = None,
 ) -> dict[str, MergeReport]:
     """Write a model as a checkpoint for transformers, vLLM and SGLang: experts in block FP8 or bfloat16.
 
@@ -80,6 +93,9 @@ def export(
         Form of the experts; "bf16" has no FP8 codes at all. Other weights keep their dtype.
     max_shard_bytes : int
         Largest size of a file, if that is no single tensor's.
+    generator : torch.Generator or None
+        Of adapters in FP8 codes, on the model's device: rounds by chance, so that small ones are kept on
+        average (`fp8moe.torch.merge_lora`). None: to nearest.
 
     Returns
     -------
@@ -101,8 +117,9 @@ def export(
     Scales of frozen codes stay, or are doubled where the sums need it (`fp8moe.torch.merge_lora`). Weights
     of higher precision are added to their adapter in float64 and quantised once, as training quantises.
 
-    Warns of sizes that are no multiple of 128: vLLM and SGLang refuse them, and transformers' dequantisation
-    (``dequantize=True``, and on a CPU) takes their tiles for smaller ones.
+    Warns if less than nine tenths of an adapter are kept, and of sizes that are no multiple of 128: vLLM and
+    SGLang refuse these, and transformers' dequantisation (``dequantize=True``, and on a CPU) takes their
+    tiles for smaller ones.
 
     Examples
     --------
@@ -139,7 +156,7 @@ def export(
             f"{both[0]}: got an adapter of a weight that is tied to another; wanted one that is not"
         )
     reports: dict[str, MergeReport] = {}
-    weights = _weights_of(base, state, added, to, reports)
+    weights = _weights_of(base, state, added, to, reports, generator)
     groups_of: dict[str, list[_Weight]] = {}
     for w in weights:
         layer = re.match(r".*?\.\d+\.", w.name)
@@ -161,6 +178,14 @@ def export(
     if base.can_generate():
         texts = {"generation_config.json": base.generation_config.to_json_string(), **texts}
     write_checkpoint(Path(folder), groups, texts, most)
+    lost = [name for name, report in reports.items() if report.kept < 0.9]
+    if lost:
+        warnings.warn(
+            f"{len(lost)} of {len(reports)} weights: rounding has lost part of the adapter ({lost[0]}: "
+            f"{reports[lost[0]]}); pass generator=torch.Generator(device), which keeps it on average, or "
+            "to='bf16', or serve the adapter beside the base",
+            stacklevel=2,
+        )
     return reports
 
 
@@ -307,6 +332,7 @@ class _Weight:
     is_experts: bool
     dtype: torch.dtype
     reports: dict[str, MergeReport]
+    generator: torch.Generator | None
 
     def shapes(self) -> tuple[Tensor, Tensor | None]:
         """The tensor and its scales, without values."""
@@ -338,7 +364,9 @@ class _Weight:
             values = self._values(matrices, factors)
             report = merged_values(values, added or _nothing, result, self.name)
         elif factors is not None and added is not None:
-            result, factors_of, report = merged_codes(matrices, factors, added, self.parts, self.name)
+            result, factors_of, report = merged_codes(
+                matrices, factors, added, self.parts, self.name, self.generator
+            )
         elif added is not None:
             result, factors_of, report = self._sums(matrices, added)
         else:
@@ -353,11 +381,14 @@ class _Weight:
         for e, matrix in enumerate(w):
             more = added(e)
             exact = matrix.double() + more
-            made.append(self._quantized(exact.float()[None]))
-            (values,) = self._values(*made[-1])
+            codes, scales = self._quantized(exact.float()[None])
+            if self.generator is not None:
+                codes = as_codes(exact / self._factors(exact, scales[0]), self.generator)[None]
+            made.append((codes, scales))
+            (values,) = self._values(codes, scales)
             sums.add(values, exact, more, exact.new_zeros(()))
-        codes, scales = zip(*made, strict=True)
-        return torch.cat(codes), torch.cat(scales), sums.report(self.name)
+        all_codes, all_scales = zip(*made, strict=True)
+        return torch.cat(all_codes), torch.cat(all_scales), sums.report(self.name)
 
     def _quantized(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """As training quantises it."""
@@ -383,12 +414,22 @@ class _Weight:
             yield from (matrix.double() for matrix in matrices)
             return
         for matrix, factors in zip(matrices, scales, strict=True):
-            both = zip(matrix.tensor_split(self.parts), factors.tensor_split(self.parts), strict=True)
-            yield torch.cat([m.double() * by_tile(f, m.shape) for m, f in both])
+            yield matrix.double() * self._factors(matrix, factors)
+
+    def _factors(self, matrix: Tensor, scales: Tensor) -> Tensor:
+        """The scale of each value, in float64."""
+        rows, columns = matrix.shape
+        parts = scales.tensor_split(self.parts)
+        return torch.cat([by_tile(of, (rows // self.parts, columns)) for of in parts])
 
 
 def _weights_of(
-    base: Any, state: dict[str, Tensor], added: dict[str, Added], to: str, reports: dict[str, MergeReport]
+    base: Any,
+    state: dict[str, Tensor],
+    added: dict[str, Added],
+    to: str,
+    reports: dict[str, MergeReport],
+    generator: torch.Generator | None,
 ) -> list[_Weight]:
     """All that is written. Refuses experts that the form does not describe, or whose codes training did not
     multiply by."""
@@ -417,7 +458,9 @@ def _weights_of(
         if is_experts or dtype == E4M3:
             dtype = E4M3 if to == "block-fp8" else torch.bfloat16
         weights.append(
-            _Weight(name, w, scales, added.get(name), parts.get(name, 1), is_experts, dtype, reports)
+            _Weight(
+                name, w, scales, added.get(name), parts.get(name, 1), is_experts, dtype, reports, generator
+            )
         )
     return weights
 

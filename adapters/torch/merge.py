@@ -34,19 +34,22 @@ class MergeReport:
     rounding : float
         Norm of the error of the result, relative to the norm of the exact sum.
     adapter : float
-        Norm of what the adapter adds, relative to the norm of the exact sum. If ``rounding`` is not well
-        below it, little of the adapter is left: keep it apart, or merge into bfloat16.
+        Norm of what the adapter adds, relative to the norm of the exact sum.
+    kept : float
+        How much of it the result has, along its direction: <result - weight, adapter> / <adapter, adapter>,
+        1 without an adapter. Changes of less than half a step between codes are lost by rounding to nearest.
     saturated : int
         Number of values beyond the format's largest, to which they were rounded.
     """
 
     rounding: float
     adapter: float
+    kept: float
     saturated: int
 
     def __str__(self) -> str:
-        lost = f", {self.rounding / self.adapter:.1%} of the adapter" if self.adapter else ""
-        return f"rounding {self.rounding:.2e}{lost}; {self.saturated} values saturated"
+        adapter = f"adapter {self.adapter:.2e}, of which {self.kept:.0%} is kept"
+        return f"rounding {self.rounding:.2e}, {adapter}; {self.saturated} values saturated"
 
 
 class Sums:
@@ -57,20 +60,29 @@ class Sums:
 
     def add(self, result: Tensor, exact: Tensor, added: Tensor, saturated: Tensor) -> None:
         """All of float64."""
-        squares = [t.square().sum() for t in (result - exact, exact, added)]
-        self._sums = self._sums + torch.stack([*squares, saturated.double()])
+        error = result - exact
+        squares = [t.square().sum() for t in (error, exact, added)]
+        along = (error * added).sum()
+        self._sums = self._sums + torch.stack([*squares, along, saturated.double()])
 
     def report(self, name: str) -> MergeReport:
-        error, exact, added, saturated = self._sums.tolist()
+        error, exact, added, along, saturated = self._sums.tolist()
         if not exact + added + error < float("inf"):
             raise ValueError(
                 f"{name}: got NaN or infinity in the weight or its adapter; wanted finite values"
             )
         exact = exact**0.5 or 1.0
-        return MergeReport(error**0.5 / exact, added**0.5 / exact, int(saturated))
+        kept = 1 + along / added if added else 1.0
+        return MergeReport(error**0.5 / exact, added**0.5 / exact, kept, int(saturated))
 
 
-def merge_lora(w: Tensor | Quantized, lora: LoRA, *, parts: int | None = None) -> tuple[Any, MergeReport]:
+def merge_lora(
+    w: Tensor | Quantized,
+    lora: LoRA,
+    *,
+    parts: int | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Any, MergeReport]:
     """The weight plus its adapter: w + scaling * B A, of each expert.
 
     Parameters
@@ -82,13 +94,17 @@ def merge_lora(w: Tensor | Quantized, lora: LoRA, *, parts: int | None = None) -
     parts : int or None
         Number of equal parts of the rows, 2 for gate and up, of a w13 whose codes are padded, where the
         adapter's rows are not; None for all others.
+    generator : torch.Generator or None
+        On the device of ``w``, of codes: rounds each to one of the two next to the sum, by chance, so that
+        the sum is its expectation. A small adapter is kept so, on average, with more noise than by rounding
+        to nearest, of about the geometric mean of the adapter and a code's step. None: to nearest.
 
     Returns
     -------
     merged : Tensor or Quantized
         As ``w``. Of codes, each scale is the given one or, in a tile whose sums go beyond 464 times it, its
-        smallest multiple by a power of two that holds them; each code is the sum's, rounded to nearest even:
-        those of values that the adapter leaves as they are do not change.
+        smallest multiple by a power of two that holds them; each code is the sum's, rounded to nearest even
+        if there is no generator. Those of values that the adapter leaves as they are do not change.
     report : MergeReport
         What this rounded.
 
@@ -127,12 +143,14 @@ def merge_lora(w: Tensor | Quantized, lora: LoRA, *, parts: int | None = None) -
     checks.shape("lora: a", lora.a, (experts, lora.rank, columns))
     checks.shape("lora: b", lora.b, (experts, rows, lora.rank))
     if not isinstance(w, Quantized):
+        if generator is not None:
+            raise ValueError("generator: got one with a tensor, which is rounded to nearest; wanted None")
         merged = torch.empty_like(w, requires_grad=False)
         return merged, merged_values(
             (matrix.detach().double() for matrix in w), partial(added_by, lora), merged, "w"
         )
     q = w.rowwise
-    codes, scales, report = merged_codes(q.data, q.scales, partial(added_by, lora), 1, "w")
+    codes, scales, report = merged_codes(q.data, q.scales, partial(added_by, lora), 1, "w", generator)
     rowwise = q.changed(data=codes.view(torch.uint8), scales=scales)
     return Quantized(rowwise, w.columnwise and torch_ops.transpose_codes(rowwise)), report
 
@@ -160,10 +178,15 @@ def merged_values(
 
 @torch.no_grad()
 def merged_codes(
-    codes: Tensor, scales: Tensor, added: Callable[[int], Tensor], parts: int, name: str
+    codes: Tensor,
+    scales: Tensor,
+    added: Callable[[int], Tensor],
+    parts: int,
+    name: str,
+    generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor, MergeReport]:
     """Codes [E, N, K] and scales, of each of ``parts`` equal parts of the rows in tiles of its own, after
-    ``added`` is added to their values."""
+    ``added`` is added to their values. generator: as of `merge_lora`."""
     codes = codes.view(E4M3)
     merged, merged_scales, sums = torch.empty_like(codes), torch.empty_like(scales), Sums()
     for e in range(len(codes)):
@@ -179,9 +202,22 @@ def merged_codes(
             to_scales.copy_(factors.double() * doublings.clamp(min=0).double().exp2())
             factor = by_tile(to_scales, matrix.shape)
             quotient = exact / factor
-            to_codes.copy_(quotient.clamp(-LARGEST, LARGEST).to(E4M3))
+            to_codes.copy_(as_codes(quotient, generator))
             sums.add(to_codes.double() * factor, exact, delta, (quotient.abs() > LARGEST).sum())
     return merged, merged_scales, sums.report(name)
+
+
+def as_codes(quotient: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Values of float64 as e4m3, to nearest or, with a generator, to one of both neighbours by chance."""
+    quotient = quotient.clamp(-LARGEST, LARGEST)
+    if generator is not None:
+        exponent = torch.frexp(quotient).exponent
+        steps = (exponent - 4).clamp(min=-9).double().exp2()  # three bits after the first; subnormals 2^-9
+        lower = (quotient / steps).floor()
+        above = quotient / steps - lower
+        chance = torch.rand(quotient.shape, generator=generator, dtype=torch.float64, device=quotient.device)
+        quotient = torch.where(above == 0, quotient, (lower + (chance < above)) * steps)
+    return quotient.to(E4M3)
 
 
 def by_tile(scales: Tensor, shape: Any) -> Tensor:

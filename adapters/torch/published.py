@@ -20,7 +20,7 @@ __all__ = ["published_experts"]
 
 @torch.no_grad()
 def published_experts(
-    layer: FP8FlowMoE, prefix: str = "experts."
+    layer: FP8FlowMoE, prefix: str = "experts.", *, generator: torch.Generator | None = None
 ) -> tuple[dict[str, Tensor], dict[str, MergeReport]]:
     """The experts of a layer under the names of published FP8 checkpoints, adapters merged.
 
@@ -30,6 +30,8 @@ def published_experts(
         With an FP8 recipe: trained, or of frozen codes, with adapters or without. It stays as it is.
     prefix : str
         What the names begin with, such as ``model.layers.3.mlp.experts.``.
+    generator : torch.Generator or None
+        Of adapters, as of `merge_lora`.
 
     Returns
     -------
@@ -79,9 +81,9 @@ def published_experts(
     halves, ffn, reports = halves_of(options.activation.kind), layer._ffn, {}
     first, second = (None, None) if layer.lora is None else pair_of(layer.lora)
     if first is not None:
-        w13, reports["w13"] = merge_lora(w13, first, parts=halves)
+        w13, reports["w13"] = merge_lora(w13, first, parts=halves, generator=generator)
     if second is not None:
-        w2, reports["w2"] = merge_lora(w2, second)
+        w2, reports["w2"] = merge_lora(w2, second, generator=generator)
     codes, scales = fp8moe.to_block_fp8(w13, parts=halves, rows=ffn)
     of_w13 = zip(codes, scales, strict=True) if halves > 1 else [(codes, scales)]
     matrices = [*of_w13, fp8moe.to_block_fp8(w2, columns=ffn)]
