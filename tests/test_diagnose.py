@@ -149,6 +149,13 @@ def test_a_clean_model_is_within_the_limits(options, device):
             np.testing.assert_allclose(g.error**2, square_of_error, rtol=1e-6, atol=1e-12)
             assert 0.5 < sum(e**2 for e in g.of_casts.values()) ** 0.5 / g.error < 2, name
         assert "router" in layer.gradients
+    gradients = [g for layer in found.layers for g in layer.gradients.values()]
+    for cast, cost in found.costs.items():
+        assert cost == pytest.approx(
+            np.sqrt(np.mean([g.of_casts[cast] ** 2 for g in gradients if cast in g.of_casts]))
+        )
+    assert [*found.costs.values()] == sorted(found.costs.values(), reverse=True)
+    assert {*found.costs} == {"x", "w13", "a", "w2", "dy", "dh"} | ({"h"} if "save" in options else set())
     json.dumps(found.as_dict(), allow_nan=False)
     assert "Every error is within" in str(found)
 

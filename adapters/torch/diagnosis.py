@@ -205,6 +205,17 @@ class Diagnosis:
         """What is beyond the limits, by layer and tensor, and what to change; empty if nothing is."""
         return [f"{layer.name}: {text}" for layer in self.layers for text in layer.findings()]
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """Error of a gradient that each cast causes alone, the most costly first: the root of the mean square
+        over layers and gradients."""
+        errors: dict[str, list[float]] = {}
+        for g in (g for layer in self.layers for g in layer.gradients.values()):
+            for cast, error in g.of_casts.items():
+                errors.setdefault(cast, []).append(error)
+        means = {cast: math.hypot(*of) / math.sqrt(len(of)) for cast, of in errors.items()}
+        return dict(sorted(means.items(), key=lambda item: -_order(item[1])))
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; None for numbers that are not finite.
 
@@ -214,7 +225,7 @@ class Diagnosis:
             The attributes, by name.
         """
         plain: dict[str, Any] = _plain(self)
-        return plain | {"findings": self.findings}
+        return plain | {"costs": _plain(self.costs), "findings": self.findings}
 
     def __str__(self) -> str:
         lines = []
@@ -227,6 +238,8 @@ class Diagnosis:
             about = f'{layer.kind}, {layer.recipe}, save="{layer.save}", {layer.tokens} tokens, {routed}'
             lines += [f"{layer.name}: {about}", "", *_table_of_tensors(layer.tensors), ""]
             lines += [*_table_of_gradients(layer.gradients), ""]
+        costs = ", ".join(f"{cast} {_percent(error)}" for cast, error in self.costs.items())
+        lines.append(f"error of a gradient by one cast alone, over all layers: {costs}")
         lines.append(f"loss {self.loss:.6g}, in bf16 {self.loss_in_bf16:.6g}")
         if self.rest is not None:
             lines.append(
