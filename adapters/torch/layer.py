@@ -336,7 +336,7 @@ class FP8FlowMoE(nn.Module):
         router : bool
             False for a layer without a router. The routers of "deepseek_v3" and "glm4_moe" add a bias to the
             scores, so they are modules of their own: `Router.from_config`.
-        **options
+        **options : Any
             As in the constructor: ``recipe``, ``recompute``, ``backend``, ``num_sms``, ``weight_copies``,
             ``process_group``, ``overlap_chunks``, ``device``, ``dtype``.
 
@@ -405,7 +405,7 @@ class FP8FlowMoE(nn.Module):
         num_experts : int or None
             With a ``process_group``: E over all ranks, where the records are of this rank's experts. None:
             the records have all experts, of which none are on other ranks.
-        **options
+        **options : Any
             As in the constructor: ``recipe``, an FP8 one, ``recompute``, ``save``, ``activation``,
             ``backend``, ``num_sms``, ``process_group``, ``overlap_chunks``, ``router``, ``normalize_probs``,
             ``device`` (None: that of the records), and ``dtype``, of the router's weight.
@@ -430,9 +430,10 @@ class FP8FlowMoE(nn.Module):
         >>> layer = FP8FlowMoE.from_quantized(w13, w2, topk=2)
         >>> x = torch.randn(10, 64, requires_grad=True)
         >>> layer(x).sum().backward()
-        >>> x.grad.shape, [*layer.state_dict()]
-        (torch.Size([10, 64]), ['router.weight', 'w13.weight', 'w13.weight_scale_inv', 'w2.weight', \
-'w2.weight_scale_inv'])
+        >>> x.grad.shape
+        torch.Size([10, 64])
+        >>> [*layer.state_dict()][1:]  # after the router's
+        ['w13.weight', 'w13.weight_scale_inv', 'w2.weight', 'w2.weight_scale_inv']
         """
         row_codes("w13", w13)
         experts, hidden, width = row_codes("w2", w2).shape
