@@ -39,7 +39,7 @@ class Experts(nnx.Module):
 
 
 def by_ragged_dot(x, wi_0, wi_1, wo, ids, probs):
-    """The same layer in bfloat16 by XLA: sort rows by expert, three products, add rows to their tokens."""
+    """The same layer in bfloat16 by XLA: sort rows by expert, three GEMMs, add rows to their tokens."""
     rows, experts = x.reshape(-1, HIDDEN), ids.reshape(-1)
     order = jnp.argsort(experts)
     sizes = jnp.bincount(experts, length=EXPERTS).astype(jnp.int32)

@@ -60,7 +60,7 @@ def _parts() -> Iterator[tuple[str, Any]]:
     yield "cuda", {"missing": missing, "devices": devices}
     cpu = _error_of(lambda: [importlib.import_module(f"fp8moe.reference.{topic}") for topic in _topics()])
     yield "operations", {"cpu": cpu or "works", "cuda": missing or "works", "topics": operations()}
-    yield "products", {d["name"]: d.pop("products") for d in devices}
+    yield "grouped_gemms", {d["name"]: d.pop("grouped_gemms") for d in devices}
     yield "interfaces", {name: _interface(name, *needs) for name, needs in _interfaces().items()}
 
 
@@ -91,10 +91,10 @@ def _operations_in_words(of: dict[str, Any]) -> Iterator[str]:
         yield from _wrapped(f"  {topic:13} ", names)
 
 
-def _products_in_words(of: dict[str, list[str]]) -> Iterator[str]:
-    for name, products in of.items():
-        yield f"products on {name}"
-        yield from (f"  {product}" for product in products)
+def _gemms_in_words(of: dict[str, list[str]]) -> Iterator[str]:
+    for name, gemms in of.items():
+        yield f"grouped GEMMs on {name}"
+        yield from (f"  {gemm}" for gemm in gemms)
 
 
 def _cuda_in_words(of: dict[str, Any]) -> Iterator[str]:
@@ -139,7 +139,7 @@ _IN_WORDS: dict[str, Callable[[Any], Iterable[str]]] = {
     "cache": lambda of: [f"kernel cache  {of}"],
     "cuda": _cuda_in_words,
     "operations": _operations_in_words,
-    "products": _products_in_words,
+    "grouped_gemms": _gemms_in_words,
     "interfaces": _interfaces_in_words,
 }
 
@@ -249,9 +249,9 @@ def _cuda_devices() -> list[dict[str, Any]]:
         try:
             architecture = driver.architecture(i)
         except RuntimeError as error:  # of another device than the first, that is too old
-            architecture, products = str(error), []
+            architecture, gemms = str(error), []
         else:
-            products = grouped_gemm.describe(architecture)
+            gemms = grouped_gemm.describe(architecture)
         devices.append(
             {
                 "name": f"cuda:{i}",
@@ -261,7 +261,7 @@ def _cuda_devices() -> list[dict[str, Any]]:
                 "memory_bytes": p["totalGlobalMem"],
                 "driver": _cuda(runtime.driverGetVersion()),
                 "runtime": _cuda(runtime.runtimeGetVersion()),
-                "products": products,
+                "grouped_gemms": gemms,
             }
         )
     return devices

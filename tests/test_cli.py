@@ -115,8 +115,8 @@ def test_info_lists_the_backend_of_each_product(monkeypatch, architecture, fp8):
     text = "\n".join(info.lines())
     assert f"cuda:1        A GPU, {architecture}, 7 SMs, 2 GiB, driver for CUDA 13.2, runtime 13.2" in text
     assert "on CUDA by kernels" in text
-    second = text.partition("products on cuda:1\n")[2]
-    assert "products on cuda:0\n" in text
+    second = text.partition("grouped GEMMs on cuda:1\n")[2]
+    assert "grouped GEMMs on cuda:0\n" in text
     lines = [line.split() for line in second.splitlines()]
     assert ["grouped_gemm", "FP8", fp8] in [line[:3] for line in lines]
     assert ["grouped_gemm_wgrad", "bfloat16", fp8] in [line[:3] for line in lines]
