@@ -517,6 +517,7 @@ def test_adapters_are_saved_alone_and_refused_by_name():
         ({"rank": 0}, ValueError, "rank: got 0"),
         ({"rank": 4, "targets": ["w1"]}, ValueError, "targets: got 'w1'"),
         ({"rank": 4, "targets": []}, ValueError, "targets: got none"),
+        ({"rank": 4, "targets": "w13"}, TypeError, "targets: got 'w13'; wanted a sequence of names"),
         ({"rank": 4, "dropout": 1.0}, ValueError, "dropout: got 1.0"),
         ({"rank": 4, "dtype": torch.uint8}, TypeError, "dtype: got torch.uint8"),
     ):
@@ -524,6 +525,10 @@ def test_adapters_are_saved_alone_and_refused_by_name():
         with pytest.raises(error, match=words):
             bare.add_lora(**given)
         assert bare.lora is None
+    evaluated = layer_of().eval().add_lora(4, dropout=0.5)
+    with torch.no_grad():
+        evaluated.lora["w13"].lora_B.normal_()
+    assert torch.equal(evaluated(x), evaluated(x))  # without dropout
     with pytest.raises(NotImplementedError, match="save: got 'fp8' with lora"):
         layer_of(save="fp8").add_lora(4)
     with pytest.raises(

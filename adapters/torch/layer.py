@@ -694,6 +694,8 @@ class FP8FlowMoE(nn.Module):
         if self.lora is not None:
             raise ValueError("add_lora: got a layer with adapters; wanted one without; set layer.lora = None")
         rank, rslora = checks.integer("rank", rank, 1), checks.flag("use_rslora", use_rslora)
+        if isinstance(targets, str) or not isinstance(targets, Sequence):
+            raise TypeError(f"targets: got {targets!r}; wanted a sequence of names; pass ['w13', 'w2']")
         names = [checks.choice("targets", name, ("w13", "w2")) for name in targets]
         if not names:
             raise ValueError("targets: got none; wanted 'w13', 'w2' or both")
@@ -707,7 +709,7 @@ class FP8FlowMoE(nn.Module):
         options = {"device": self.w13.weight.device, "dtype": dtype}
         adapters = nn.ModuleDict({n: LowRank(shapes[n], rank, scaling, dropout, **options) for n in names})
         self._checked_lora(adapters, [self.w13.quantized, self.w2.quantized])
-        self.lora = adapters
+        self.lora = adapters.train(self.training)  # new modules train, also in a layer that evaluates
         return self
 
     def _checked_lora(self, adapters: nn.ModuleDict, codes: Sequence[Quantized]) -> Any:
