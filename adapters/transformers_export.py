@@ -32,6 +32,7 @@ from fp8moe.adapters.torch.merge import (
     added_by,
     as_codes,
     by_tile,
+    check_generator,
     merged_codes,
     merged_values,
 )
@@ -150,6 +151,8 @@ def export(
             "model: got one with code of its own; wanted transformers' own; use save_pretrained, and "
             f"`fp8moe convert --to {to}`, which copies all files"
         )
+    _check_adapters(model)
+    check_generator(generator, base.device)
     added, (state, tied) = _adapters_of(base), _state_of(base)
     if both := sorted(added.keys() & tied):
         raise NotImplementedError(
@@ -221,6 +224,17 @@ def _state_of(base: Any) -> tuple[dict[str, Tensor], set[str]]:
             names.setdefault(w.data_ptr(), set()).add(name)
     tied = {name for same in names.values() if len(same) > 1 for name in same}
     return remove_tied_weights_from_state_dict(state, base) | packed, tied
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuses PEFT's adapters that are no layers within the model, such as prompts."""
+    for name in model.active_adapters if hasattr(model, "get_base_model") else ():
+        config = model.peft_config[name]
+        if config.peft_type not in ("LORA", "ADALORA"):
+            raise NotImplementedError(
+                f"model: got an adapter of PEFT's {type(config).__name__}; wanted LoRA, which can be merged; "
+                "save it with save_pretrained, and export model.get_base_model()"
+            )
 
 
 def _adapters_of(base: nn.Module) -> dict[str, Added]:
@@ -386,7 +400,7 @@ class _Weight:
                 codes = as_codes(exact / self._factors(exact, scales[0]), self.generator)[None]
             made.append((codes, scales))
             (values,) = self._values(codes, scales)
-            sums.add(values, exact, more, exact.new_zeros(()))
+            sums.add(values, exact, more)
         all_codes, all_scales = zip(*made, strict=True)
         return torch.cat(all_codes), torch.cat(all_scales), sums.report(self.name)
 

@@ -25,6 +25,10 @@ def a_base(scales="float32"):
     return fp8moe.from_block_fp8(codes.view(torch.uint8), factors)
 
 
+def weights():
+    return torch.randn(E, N, K), torch.randn(E, K, N // 2)
+
+
 def an_adapter(size):
     return LoRA(torch.randn(E, R, K), torch.randn(E, N, R) * size, scaling=0.7)
 
@@ -148,7 +152,9 @@ def test_padded_weights():
     assert not ups[:, 96:].any()
     merged, _ = merge_lora(codes2, second)
     assert not merged.rowwise.data[:, :, 96:].any()
-    with pytest.raises(ValueError, match=r"lora: b: got shape \[3, 192, 6\]; wanted \[3, 256, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"lora: b: got shape \[3, 192, 6\]; wanted \[3, 256, 6\]; pass parts=2"
+    ):
         merge_lora(codes13, first)
 
 
@@ -169,6 +175,15 @@ def test_wrong_kinds():
         merge_lora(torch.ones(E, N, K).long(), lora)
     with pytest.raises(ValueError, match=r"lora: a: got shape \[3, 6, 160\]; wanted \[3, 6, 128\]"):
         merge_lora(torch.ones(E, N, 128), lora)
+    with pytest.raises(ValueError, match=r"w: got shape \[256, 160\]; wanted \[E, N, K\]"):
+        merge_lora(torch.ones(N, K), lora)
+    frozen = FP8FlowMoE.from_quantized(*fp8moe.torch.quantize_fp8_weights(*weights()), topk=2)
+    with pytest.raises(TypeError, match=r"w: got FrozenWeight; .* w13\.quantized"):
+        merge_lora(frozen.w13, lora)
+    with pytest.raises(ValueError, match="sums beyond the largest value of the weight's dtype"):
+        merge_lora(torch.full((E, N, K), 6e4, dtype=torch.float16), LoRA(lora.a, lora.b, 1e6))
+    with pytest.raises(TypeError, match=r"generator: got int; .* pass torch\.Generator\('cpu'\)"):
+        merge_lora(a_base(), lora, generator=0)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -222,3 +237,24 @@ def test_what_published_experts_refuses():
     layer.w2.data[1, 3, 5] = float("nan")
     with pytest.raises(ValueError, match="w2: got NaN or infinity; wanted finite weights"):
         published_experts(layer)
+    codes = fp8moe.torch.quantize_fp8_weights(*weights())
+    with pytest.raises(
+        ValueError, match=r"w13: got values other than zero beyond the layer's ffn = 96; .*128"
+    ):
+        published_experts(FP8FlowMoE.from_quantized(*codes, topk=2, ffn=96))
+
+
+def test_experts_of_a_rank_have_their_numbers_among_all():
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        group = torch.distributed.group.WORLD
+        layer = FP8FlowMoE(128, 128, num_experts=4, topk=2, process_group=group)
+        with CommDebugMode() as sent:
+            tensors, _ = published_experts(layer)
+        assert sent.get_total_counts() == 0
+        assert {name.split(".")[1] for name in tensors} == {"2", "3"}
+    finally:
+        torch.distributed.destroy_process_group()

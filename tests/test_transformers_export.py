@@ -468,6 +468,12 @@ def broken_adapter():
     return model
 
 
+def with_a_prompt():
+    peft = pytest.importorskip("peft")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(model_of(), prompt)
+
+
 REFUSED = {
     "no model": (
         lambda: torch.nn.Linear(2, 2),
@@ -512,6 +518,11 @@ REFUSED = {
         with_adapters(lora_bias=True, target_parameters=None),
         NotImplementedError,
         "q_proj: got a variant of LoRA or a bias",
+    ),
+    "prompt": (
+        with_a_prompt,
+        NotImplementedError,
+        "model: got an adapter of PEFT's PromptTuningConfig; wanted LoRA",
     ),
     "dora": (
         with_adapters(use_dora=True, target_parameters=None),

@@ -39,7 +39,7 @@ class MergeReport:
         How much of it the result has, along its direction: <result - weight, adapter> / <adapter, adapter>,
         1 without an adapter. Changes of less than half a step between codes are lost by rounding to nearest.
     saturated : int
-        Number of values beyond the format's largest, to which they were rounded.
+        Number of values beyond the largest code, to which they were rounded; 0 of other dtypes.
     """
 
     rounding: float
@@ -58,18 +58,20 @@ class Sums:
     def __init__(self) -> None:
         self._sums: Any = 0
 
-    def add(self, result: Tensor, exact: Tensor, added: Tensor, saturated: Tensor) -> None:
-        """All of float64."""
+    def add(self, result: Tensor, exact: Tensor, added: Tensor, saturated: Tensor | None = None) -> None:
+        """Tensors of float64. saturated: number of values, of results that have a largest one."""
         error = result - exact
         squares = [t.square().sum() for t in (error, exact, added)]
         along = (error * added).sum()
-        self._sums = self._sums + torch.stack([*squares, along, saturated.double()])
+        number = along.new_zeros(()) if saturated is None else saturated.double()
+        self._sums = self._sums + torch.stack([*squares, along, number])
 
     def report(self, name: str) -> MergeReport:
         error, exact, added, along, saturated = self._sums.tolist()
         if not exact + added + error < float("inf"):
             raise ValueError(
-                f"{name}: got NaN or infinity in the weight or its adapter; wanted finite values"
+                f"{name}: got NaN or infinity in the weight or its adapter, or sums beyond the largest value "
+                "of the weight's dtype; wanted finite values"
             )
         exact = exact**0.5 or 1.0
         kept = 1 + along / added if added else 1.0
@@ -111,7 +113,8 @@ def merge_lora(
     Raises
     ------
     TypeError, ValueError
-        For wrong kinds and shapes, codes without the row-wise half, and sums that are not finite.
+        For wrong kinds and shapes, codes without the row-wise half, sums that are not finite, and a generator
+        of another device.
 
     Examples
     --------
@@ -125,23 +128,31 @@ def merge_lora(
     if not isinstance(lora, LoRA):
         raise TypeError(f"lora: got {type(lora).__name__}; wanted fp8moe.torch.LoRA")
     parts = None if parts is None else checks.integer("parts", parts, 1)
+    fix = ""
     if isinstance(w, Quantized):
         check_codes_of_forward("w", w)
+        checks.shape("w", w.rowwise, ("E", "N", "K"))
+        check_generator(generator, w.rowwise.data.device)
         rows, columns = w.shape[1:]
         a, b = lora.a, lora.b
         missing = rows - b.shape[1]
         if parts is not None and 0 < missing < parts * TILE and rows % parts == b.shape[1] % parts == 0:
             b = padded(b, 1, parts, missing // parts)
+        elif parts is None and missing > 0:
+            fix = "pass parts=2 for gate and up of codes that are filled up with zeros"
         if 0 < columns - a.shape[2] < TILE:
             a = padded(a, 2, 1, columns - a.shape[2])
         lora = LoRA(a, b, lora.scaling)
     elif not isinstance(w, Tensor) or not w.is_floating_point():
         raise TypeError(
-            f"w: got {getattr(w, 'dtype', type(w).__name__)}; wanted a floating-point tensor or a Quantized"
+            f"w: got {getattr(w, 'dtype', type(w).__name__)}; wanted a floating-point tensor or a Quantized, "
+            "of a frozen layer w13.quantized or w2.quantized"
         )
+    else:
+        checks.shape("w", w, ("E", "N", "K"))
     experts, rows, columns = w.shape
     checks.shape("lora: a", lora.a, (experts, lora.rank, columns))
-    checks.shape("lora: b", lora.b, (experts, rows, lora.rank))
+    checks.shape("lora: b", lora.b, (experts, rows, lora.rank), fix)
     if not isinstance(w, Quantized):
         if generator is not None:
             raise ValueError("generator: got one with a tensor, which is rounded to nearest; wanted None")
@@ -153,6 +164,22 @@ def merge_lora(
     codes, scales, report = merged_codes(q.data, q.scales, partial(added_by, lora), 1, "w", generator)
     rowwise = q.changed(data=codes.view(torch.uint8), scales=scales)
     return Quantized(rowwise, w.columnwise and torch_ops.transpose_codes(rowwise)), report
+
+
+def check_generator(generator: Any, device: torch.device) -> None:
+    """Checks what rounds codes by chance. device: of the weights."""
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator: got {type(generator).__name__}; wanted a torch.Generator or None; pass "
+            f"torch.Generator({device.type!r}).manual_seed(0)"
+        )
+    if generator.device.type != device.type:
+        raise TypeError(
+            f"generator: got one on {generator.device}; wanted one on the weights' device; pass "
+            f"torch.Generator({device.type!r}).manual_seed(0)"
+        )
 
 
 @torch.no_grad()
@@ -171,8 +198,7 @@ def merged_values(
         more = added(e)
         exact = matrix + more
         out[e] = exact
-        rounded = out[e].double()
-        sums.add(rounded, exact, more, rounded.isinf().sum())
+        sums.add(out[e].double(), exact, more)
     return sums.report(name)
 
 

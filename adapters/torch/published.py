@@ -46,7 +46,8 @@ def published_experts(
     Raises
     ------
     TypeError, ValueError
-        For something else than a layer, recipe "bf16", and weights or adapters that are not finite.
+        For something else than a layer, recipe "bf16", weights or adapters that are not finite, and frozen
+        codes that are not zero beyond the layer's ffn.
     NotImplementedError
         For weights of which this rank has a shard.
 
@@ -74,11 +75,14 @@ def published_experts(
                     f"{name}: got a shard of this rank's experts; wanted all of them; call "
                     "layer.unshard(), or gather a state dict into a layer of its own"
                 )
+        own = [own_experts(n, w, layer._ranks.mesh) for n, w in zip(("w13", "w2"), weights, strict=True)]
+        for name, w in zip(("w13", "w2"), own, strict=True):
             if not w.isfinite().all():
                 raise ValueError(f"{name}: got NaN or infinity; wanted finite weights")
-        own = [own_experts(n, w, layer._ranks.mesh) for n, w in zip(("w13", "w2"), weights, strict=True)]
         w13, w2 = quantize_fp8_weights(*own, activation=options.activation, weight_copies="rowwise")
     halves, ffn, reports = halves_of(options.activation.kind), layer._ffn, {}
+    if layer._is_frozen:
+        _check_padding(w13, w2, halves, ffn)
     first, second = (None, None) if layer.lora is None else pair_of(layer.lora)
     if first is not None:
         w13, reports["w13"] = merge_lora(w13, first, parts=halves, generator=generator)
@@ -94,3 +98,14 @@ def published_experts(
             key = f"{prefix}{start + e}.{name}_proj.weight"
             tensors[key], tensors[f"{key}_scale_inv"] = codes[e].view(torch.float8_e4m3fn), scales[e]
     return tensors, reports
+
+
+def _check_padding(w13: Any, w2: Any, halves: int, ffn: int) -> None:
+    """Refuses codes other than zeros where the result is cut, which the forward multiplies by."""
+    of_w13 = w13.rowwise.data.unflatten(1, (halves, -1))[:, :, ffn:]
+    for name, codes in (("w13", of_w13), ("w2", w2.rowwise.data[:, :, ffn:])):
+        if bool((codes & 0x7F).any()):
+            raise ValueError(
+                f"{name}: got values other than zero beyond the layer's ffn = {ffn}; wanted zeros; make the "
+                f"layer with ffn={w2.shape[2]}"
+            )
