@@ -60,7 +60,8 @@ def load_mxfp4(
     revision : str or None
         Of a checkpoint on the hub.
     **config : object
-        Fields of the model's configuration to change, such as ``attn_implementation``.
+        Fields of the model's configuration to change, such as ``attn_implementation``; not the dtype and the
+        experts' implementation, which have arguments of their own.
 
     Returns
     -------
@@ -72,8 +73,10 @@ def load_mxfp4(
 
     Raises
     ------
+    TypeError
+        For a dtype that is none of torch's floating-point dtypes.
     ValueError
-        For a checkpoint of another model or quantisation, missing or additional tensors, other shapes, and
+        For fields that the configuration does not have, a checkpoint of another model or quantisation, missing or additional tensors, other shapes, and
         an implementation that is not registered or has no FP8 recipe.
 
     Examples
@@ -95,8 +98,15 @@ def load_mxfp4(
             f"name: got {name!r} with recipe {enabled_options(name).recipe!r}; wanted an FP8 recipe; call "
             "fp8moe.transformers.enable('fp8_flow')"
         )
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: got {dtype!r}; wanted a floating-point dtype of torch, as torch.bfloat16")
     folder = _folder(path, revision)
-    settings = transformers.AutoConfig.from_pretrained(folder, **config)
+    settings, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **config)
+    if unknown := sorted({*unknown, *(config.keys() & {"experts_implementation", "torch_dtype"})}):
+        raise ValueError(
+            f"config: got {', '.join(unknown)}; wanted fields of {type(settings).__name__}; the experts' "
+            "implementation is name=, the parameters' dtype is dtype="
+        )
     quantization = getattr(settings, "quantization_config", None) or {}
     if settings.model_type != "gpt_oss" or quantization.get("quant_method") != "mxfp4":
         raise ValueError(

@@ -187,15 +187,21 @@ def test_what_is_read_again_has_not_changed(published, changed):
 def test_state_dicts(published, tmp_path):
     model, other = loaded(published), loaded(published)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    state = torch.load(tmp_path / "model.pt", weights_only=False)
+    state = torch.load(tmp_path / "model.pt")
     w = other.model.layers[1].mlp.experts.gate_up_proj
     w.data.blocks.zero_()
     for assign in (False, True):
         other.load_state_dict(state, assign=assign)
         w = other.model.layers[1].mlp.experts.gate_up_proj
         assert torch.equal(w.data.dequantize(), published[1]["model.layers.1.mlp.experts.gate_up_proj"])
-    with pytest.raises(RuntimeError, match=r"in MXFP4, .* to be written as bfloat16; wanted the adapters"):
+    with pytest.raises(
+        RuntimeError, match=r"in MXFP4, .* to be written or shared as bfloat16; wanted the adap"
+    ):
         model.save_pretrained(tmp_path / "folder")
+    w = model.model.layers[0].mlp.experts.down_proj
+    for access in (w.storage, w.__dlpack__, model.share_memory):
+        with pytest.raises(RuntimeError, match=r"in MXFP4, .* to be written or shared as bfloat16"):
+            access()  # share_memory would end the process
 
 
 def test_only_experts_in_fp8_compute_with_the_weights(published):
@@ -213,6 +219,56 @@ def test_only_experts_in_fp8_compute_with_the_weights(published):
     model.set_experts_implementation("mxfp4_bf16")
     with pytest.raises(NotImplementedError, match="GptOssExperts: got experts in MXFP4 with recipe 'bf16'"):
         model(input_ids=TOKENS)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_weights_that_are_to_be_trained_are_refused(published, name):
+    model = loaded(published, name).requires_grad_(True)
+    message = r"gate_up_proj: got requires_grad=True of a weight in MXFP4.*gate_up_proj.requires_grad_\(False"
+    with pytest.raises(NotImplementedError, match=message):
+        model(input_ids=TOKENS)
+    with torch.no_grad():
+        assert model(input_ids=TOKENS).logits.isfinite().all()
+
+
+def test_under_ddp(published):
+    """Of adapters in a process group of one, as without it."""
+    peft, dist = pytest.importorskip("peft"), torch.distributed
+    lora = peft.LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    model = peft.get_peft_model(loaded(published), lora)
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p)
+    wanted = results(model)
+    model.zero_grad()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel
+        with pytest.raises(NotImplementedError, match=r"in MXFP4.*exclude_from_ddp\(model\) before"):
+            ddp(model)
+        found = results(ddp(fp8moe.torch.exclude_from_ddp(model)))
+    finally:
+        dist.destroy_process_group()
+    assert_same_bits((found[0], {n.removeprefix("module."): g for n, g in found[1].items()}), wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"dtype": "bfloat16"}, TypeError, "dtype: got 'bfloat16'; wanted a floating-point dtype of torch"),
+        ({"dtype": torch.int8}, TypeError, r"dtype: got torch.int8; wanted"),
+        (
+            {"atn_implementation": "eager"},
+            ValueError,
+            "config: got atn_implementation; wanted fields of GptO",
+        ),
+        ({"experts_implementation": "eager"}, ValueError, "config: got experts_implementation; wanted"),
+        ({"torch_dtype": torch.float32}, ValueError, "config: got torch_dtype; wanted"),
+    ],
+)
+def test_arguments_are_refused(published, given, error, message):
+    with pytest.raises(error, match=message):
+        fp8moe.transformers.load_mxfp4(published[0], device="cpu", name="mxfp4_flow", **given)
 
 
 def test_other_checkpoints_are_refused(published, tmp_path):

@@ -82,7 +82,8 @@ class MXFP4Weight(Tensor):
         raise NotImplementedError(
             f"{func}: got a weight in MXFP4, {[*_first(cls, args, options).shape]}, which is frozen, and "
             "which only experts_implementation='fp8moe' in an FP8 recipe multiplies; wanted one adapter of "
-            "PEFT for it, or its values, as in parameter.dequantize()"
+            "PEFT for it, its values, as in parameter.dequantize(), or fp8moe.torch.exclude_from_ddp(model) "
+            "before DistributedDataParallel"
         )
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
@@ -100,12 +101,15 @@ class MXFP4Weight(Tensor):
         return torch.ldexp(values.float(), exponents).to(torch.bfloat16).flatten(2).mT
 
     def storage(self) -> Any:
-        """Raises RuntimeError: safetensors and others would write memory of other values."""
+        """Raises RuntimeError: there is none, and what writes or shares memory would read address 0."""
         raise RuntimeError(
-            f"got a weight in MXFP4, {[*self.shape]}, to be written as bfloat16; wanted the adapters alone, "
-            "as PEFT's save_pretrained writes them beside the published checkpoint, or a state dict by "
-            "torch.save"
+            f"got a weight in MXFP4, {[*self.shape]}, to be written or shared as bfloat16; wanted the "
+            "adapters alone, as PEFT's save_pretrained writes them beside the published checkpoint, or a "
+            "state dict by torch.save"
         )
+
+    __dlpack__ = storage  # type: ignore[assignment]
+    _typed_storage = storage  # of share_memory_
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["blocks", "scales"], None
@@ -122,6 +126,10 @@ class MXFP4Weight(Tensor):
 _LIKE = {getattr(_aten, name).default for name in ("empty_like", "new_empty", "new_zeros", "zeros_like")}
 _MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
 _E2M1 = (*_MAGNITUDES, *(-m for m in _MAGNITUDES))
+
+
+# for torch.load of a state dict, which refuses other classes
+torch.serialization.add_safe_globals([MXFP4Weight])
 
 
 def _first(kind: type, args: Any, kwargs: Any) -> Any:

@@ -41,6 +41,7 @@ from fp8moe.adapters.torch.accumulation import LocalPart
 from fp8moe.adapters.torch.distributed.process_group import ProcessGroup, of_other_ranks
 from fp8moe.adapters.torch.frozen import FrozenWeight
 from fp8moe.adapters.torch.library import differentiable
+from fp8moe.adapters.torch.mxfp4 import MXFP4Weight
 from fp8moe.adapters.torch.operation import DIFFERENTIABLE, check_values, is_partitioned
 from fp8moe.expert_parallel import Capacity, Engine, Transport
 from fp8moe.expert_parallel.protocols import chunks_of
@@ -425,7 +426,8 @@ def exclude_from_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
     ranks themselves: DDP is told to ignore these parameters, and their gradients are divided by the number of
     ranks, so that the gradients of all of the model's parameters are means over the ranks. DDP sends buffers
     from rank 0 to all in each forward: it is told to ignore the codes and scales of frozen experts
-    (`FP8FlowMoE.from_quantized`), which do not change. Call it before `DistributedDataParallel` (or
+    (`FP8FlowMoE.from_quantized`), which do not change, and weights in MXFP4
+    (`fp8moe.transformers.load_mxfp4`), which it cannot send. Call it before `DistributedDataParallel` (or
     accelerate's ``prepare``), and again for a copy of the model.
 
     Parameters
@@ -464,6 +466,8 @@ def exclude_from_ddp(model: nn.Module, process_group: Any = None) -> nn.Module:
     """
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, p in model.named_parameters():
+        if isinstance(p, MXFP4Weight):
+            ignored.add(name)
         if not isinstance(p, DTensor):
             continue
         ranks = dist.get_process_group_ranks(process_group)
