@@ -256,8 +256,8 @@ def _packed_of(experts: Any) -> Any:
     for name in ("gate_up_proj", "down_proj"):
         if torch.is_grad_enabled() and getattr(experts, name).requires_grad:
             raise NotImplementedError(
-                f"{name}: got requires_grad=True of a weight in MXFP4, which gets no gradient; wanted a frozen "
-                f"one; call {name}.requires_grad_(False), and train adapters of PEFT"
+                f"{name}: got requires_grad=True of a weight in MXFP4, which gets no gradient; wanted it "
+                f"frozen; call {name}.requires_grad_(False), and train adapters of PEFT"
             )
     return tuple([(w.data.blocks, w.data.scales) for w in (experts.gate_up_proj, experts.down_proj)])
 

@@ -76,8 +76,9 @@ def load_mxfp4(
     TypeError
         For a dtype that is none of torch's floating-point dtypes.
     ValueError
-        For fields that the configuration does not have, a checkpoint of another model or quantisation, missing or additional tensors, other shapes, and
-        an implementation that is not registered or has no FP8 recipe.
+        For fields that the configuration does not have, a checkpoint of another model or quantisation,
+        missing or additional tensors, other shapes, and an implementation that is not registered or has no
+        FP8 recipe.
 
     Examples
     --------
