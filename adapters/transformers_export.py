@@ -33,6 +33,7 @@ from fp8moe.adapters.torch.merge import (
     as_codes,
     by_tile,
     check_generator,
+    check_values,
     merged_codes,
     merged_values,
 )
@@ -286,18 +287,6 @@ def _nothing(_: int) -> Tensor:
     return torch.zeros((), dtype=torch.float64)
 
 
-def _check_values(name: str, w: Tensor, scales: Tensor | None) -> None:
-    """Refuses what no engine could multiply by."""
-    if w.dtype == E4M3:
-        finite = ((w.view(torch.uint8) & 0x7F) != 0x7F).all()
-    else:
-        finite = torch.stack(w.aminmax()).isfinite().all() if w.numel() else torch.tensor(True)
-    if not finite:
-        raise ValueError(f"{name}: got NaN or infinity; wanted finite weights")
-    if scales is not None and not ((scales.double() > 0) & scales.double().isfinite()).all():
-        raise ValueError(f"{name}_scale_inv: got scales that are not positive and finite; wanted such")
-
-
 def _check_experts(name: str, experts: Any, to: str) -> None:
     """Refuses experts that the form does not describe, or whose codes training did not multiply by."""
     if "_fp8moe_implementation" in vars(experts) or getattr(experts, "_is_expert_parallel", False):
@@ -363,7 +352,7 @@ class _Weight:
         w, scales, added = self.tensor, self.scales, self.added
         packed = isinstance(w, MXFP4Weight)
         if self.is_experts and not packed:
-            _check_values(self.name, w, scales)
+            check_values(self.name, w, scales)
         if (
             added is None
             and not packed

@@ -85,6 +85,8 @@ def main(arguments=None):
     parser.add_argument("--length", type=int, default=64, help="tokens of a text")
     parser.add_argument("--out", type=Path, help="a new folder for adapter/ and merged/ (default: temporary)")
     given = parser.parse_args(arguments)
+    if given.out is not None and given.out.exists() and any(given.out.iterdir()):
+        parser.error(f"--out: got {given.out}, which is not empty; wanted a new folder")
 
     fp8moe.transformers.enable(recipe="fp8_flow")
     with tempfile.TemporaryDirectory() as temporary:

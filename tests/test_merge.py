@@ -238,6 +238,14 @@ def test_what_published_experts_refuses():
     with pytest.raises(ValueError, match="w2: got NaN or infinity; wanted finite weights"):
         published_experts(layer)
     codes = fp8moe.torch.quantize_fp8_weights(*weights())
+    layer = FP8FlowMoE.from_quantized(*codes, topk=2)
+    layer.w2.weight_scale_inv[2, 1, 0] = 0
+    with pytest.raises(ValueError, match=r"w2\.weight_scale_inv: got scales that are not positive"):
+        published_experts(layer)
+    layer.w13.weight[1, 2, 3] = 0xFF
+    with pytest.raises(ValueError, match=r"w13\.weight: got NaN or infinity"):
+        published_experts(layer)
+    codes = fp8moe.torch.quantize_fp8_weights(*weights())
     with pytest.raises(
         ValueError, match=r"w13: got values other than zero beyond the layer's ffn = 96; .*128"
     ):

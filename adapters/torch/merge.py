@@ -182,6 +182,18 @@ def check_generator(generator: Any, device: torch.device) -> None:
         )
 
 
+def check_values(name: str, w: Tensor, scales: Tensor | None) -> None:
+    """Refuses what no engine could multiply by."""
+    if w.dtype == E4M3:
+        finite = ((w.view(torch.uint8) & 0x7F) != 0x7F).all()
+    else:
+        finite = torch.stack(w.aminmax()).isfinite().all() if w.numel() else torch.tensor(True)
+    if not finite:
+        raise ValueError(f"{name}: got NaN or infinity; wanted finite weights")
+    if scales is not None and not ((scales.double() > 0) & scales.double().isfinite()).all():
+        raise ValueError(f"{name}_scale_inv: got scales that are not positive and finite; wanted such")
+
+
 @torch.no_grad()
 def added_by(lora: LoRA, expert: int) -> Tensor:
     """What an adapter adds to an expert's matrix, in float64."""

@@ -11,7 +11,7 @@ import fp8moe
 from fp8moe.activation import halves_of
 from fp8moe.adapters.torch.layer import FP8FlowMoE
 from fp8moe.adapters.torch.low_rank import pair_of
-from fp8moe.adapters.torch.merge import MergeReport, merge_lora
+from fp8moe.adapters.torch.merge import MergeReport, check_values, merge_lora
 from fp8moe.adapters.torch.operands import quantize_fp8_weights
 from fp8moe.adapters.torch.sharding import is_whole, own_experts
 
@@ -67,6 +67,9 @@ def published_experts(
         )
     weights: list[Any] = [layer.w13, layer.w2]
     if layer._is_frozen:
+        for name, w in zip(("w13", "w2"), weights, strict=True):
+            codes, scales = w.tensors
+            check_values(f"{name}.weight", codes.view(torch.float8_e4m3fn), scales)
         w13, w2 = (w.quantized for w in weights)
     else:
         for name, w in zip(("w13", "w2"), weights, strict=True):
@@ -77,8 +80,7 @@ def published_experts(
                 )
         own = [own_experts(n, w, layer._ranks.mesh) for n, w in zip(("w13", "w2"), weights, strict=True)]
         for name, w in zip(("w13", "w2"), own, strict=True):
-            if not w.isfinite().all():
-                raise ValueError(f"{name}: got NaN or infinity; wanted finite weights")
+            check_values(name, w, None)
         w13, w2 = quantize_fp8_weights(*own, activation=options.activation, weight_copies="rowwise")
     halves, ffn, reports = halves_of(options.activation.kind), layer._ffn, {}
     if layer._is_frozen:
