@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     a = parser.parse_args(argv)
     try:
         print("\n".join(report([run_of(path) for path in a.rows], a.base, a.of)))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

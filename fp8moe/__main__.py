@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     diagnose.add_argument(
         "--text", type=Path, help="of a model of transformers (default: plays of Shakespeare)"
     )
-    diagnose.add_argument("--tokens", type=_positive, default=2048, help="of the text (default: 2048)")
+    diagnose.add_argument("--tokens", type=_positive, help="of the text (default: 2048)")
 
     convert = verbs.add_parser(
         "convert", help="write a checkpoint with its experts in another published form"
@@ -189,9 +189,15 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
+    of_text = {"--device": arguments.device != "auto", "--text": arguments.text, "--tokens": arguments.tokens}
+    if ":" in arguments.target and (given := [name for name, value in of_text.items() if value]):
+        raise ValueError(
+            f"{given[0]}: got it with a function, which returns a model and a batch on their device; wanted "
+            "it with a model of transformers"
+        )
     device = _device(arguments.device)
     command = importlib.import_module("fp8moe.adapters.torch.diagnose_command")
-    of_model = arguments.text, arguments.tokens, arguments.json
+    of_model = arguments.text, arguments.tokens or 2048, arguments.json
     code: int = command.main(arguments.target, device, arguments.recipe, arguments.save, *of_model)
     return code
 

@@ -526,11 +526,20 @@ def test_the_model_is_as_before(fail_at):
 # ---------------------------------------------------------------- refusals
 
 
+CHECKPOINTED = nn.Sequential(layer_of())
+
+
+def reentrant():
+    x = torch.ones(1, H, requires_grad=True)
+    return square(torch.utils.checkpoint.checkpoint(CHECKPOINTED, x, use_reentrant=True))
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "loss", "error", "match"),
     [
         (print, torch.ones(1, H), square, TypeError, "model: got builtin"),
         (nn.Linear(H, H), torch.ones(1, H), square, ValueError, "met no experts of this library"),
+        (CHECKPOINTED, reentrant, None, ValueError, r"no gradient reaches its experts \(0\).*use_reentrant"),
         (layer_of(), torch.ones(1, H), None, ValueError, r"loss: got shape \[1, 128\]; wanted a scalar"),
         (layer_of(), torch.ones(1, H), lambda y: y.detach().sum(), ValueError, "without a gradient"),
         (layer_of(), 3, square, TypeError, "batch: got int"),
@@ -610,5 +619,10 @@ def test_the_command_on_a_function(tmp_path, capsys, monkeypatch):
     for function, words in (("wrong", "wanted (model, batch)"), ("other", "does not define")):
         assert main(["diagnose", f"{script}:{function}"]) == 2
         assert words in capsys.readouterr().err
+    for option in (("--device", "cpu"), ("--text", str(script)), ("--tokens", "16")):
+        assert main(["diagnose", f"{script}:clean", *option]) == 2
+        assert f"{option[0]}: got it with a function" in capsys.readouterr().err
+    assert main(["diagnose", str(script)]) == 2
+    assert "wanted one of its functions, as in" in capsys.readouterr().err
     assert main(["diagnose", f"{tmp_path}/none.py:f"]) == 2
     assert "wanted a file that exists" in capsys.readouterr().err

@@ -122,10 +122,15 @@ def diagnose(
     run = _Run(model, recipe, save, base)
     value, grads = run(compute, parameters)
     if not run.layers:
+        if run.calls:
+            raise ValueError(
+                f"model: got one in which no gradient reaches its experts ({', '.join(run.calls)}); wanted a "
+                "loss that depends on them, and checkpointing with use_reentrant=False"
+            )
         raise ValueError(
-            "model: got one whose backward met no experts of this library; wanted FP8FlowMoE layers or "
-            'transformers experts with experts_implementation="fp8moe", and a loss that depends on them; '
-            "fp8moe.torch.model_report(model) lists them"
+            "model: got one whose forward met no experts of this library; wanted FP8FlowMoE layers or "
+            'transformers experts with experts_implementation="fp8moe"; fp8moe.torch.model_report(model) '
+            "lists them"
         )
     layers, routers = [], set()
     for number, layer in sorted(run.layers.items()):

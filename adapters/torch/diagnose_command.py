@@ -32,6 +32,8 @@ def main(
     as_json: bool,
 ) -> int:
     """Print the diagnosis, and return the exit code: 1 if there are findings."""
+    if target.endswith(".py"):
+        raise ValueError(f"TARGET: got {target}; wanted one of its functions, as in {target}:model_and_batch")
     given = _of_function(target) if ":" in target else _of_transformers(target, device, text, tokens)
     model, batch, *loss = given
     options: Any = {"recipe": recipe, "save": save, "loss": loss[0] if loss else None}
