@@ -234,6 +234,8 @@ def test_what_published_experts_refuses():
     with pytest.raises(ValueError, match="layer: got recipe 'bf16', which multiplies by no FP8 codes"):
         published_experts(FP8FlowMoE(128, 128, num_experts=2, topk=1, recipe="bf16"))
     layer = FP8FlowMoE(128, 128, num_experts=2, topk=1)
+    with pytest.raises(ValueError, match=r"prefix: got 'model\.experts'; wanted a name with a dot"):
+        published_experts(layer, "model.experts")
     layer.w2.data[1, 3, 5] = float("nan")
     with pytest.raises(ValueError, match="w2: got NaN or infinity; wanted finite weights"):
         published_experts(layer)

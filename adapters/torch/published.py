@@ -29,7 +29,7 @@ def published_experts(
     layer : FP8FlowMoE
         With an FP8 recipe: trained, or of frozen codes, with adapters or without. It stays as it is.
     prefix : str
-        What the names begin with, such as ``model.layers.3.mlp.experts.``.
+        What the names begin with, such as ``model.layers.3.mlp.experts.``, with the dot.
     generator : torch.Generator or None
         Of adapters, as of `merge_lora`.
 
@@ -60,6 +60,8 @@ def published_experts(
     """
     if not isinstance(layer, FP8FlowMoE):
         raise TypeError(f"layer: got {type(layer).__name__}; wanted FP8FlowMoE")
+    if not isinstance(prefix, str) or not f".{prefix}".endswith("."):
+        raise ValueError(f"prefix: got {prefix!r}; wanted a name with a dot at its end, or none: ''")
     options = layer._options
     if not options.precision.quantizes:
         raise ValueError(
