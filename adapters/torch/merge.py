@@ -106,7 +106,8 @@ def merge_lora(
     merged : Tensor or Quantized
         As ``w``. Of codes, each scale is the given one or, in a tile whose sums go beyond 464 times it, its
         smallest multiple by a power of two that holds them; each code is the sum's, rounded to nearest even
-        if there is no generator. Those of values that the adapter leaves as they are do not change.
+        if there is no generator. Where the scale stays, codes of values that the adapter leaves as they are
+        do not change.
     report : MergeReport
         What this rounded.
 
