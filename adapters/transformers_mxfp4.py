@@ -162,6 +162,10 @@ def _fill(model: Any, folder: Path, device: torch.device, dtype: torch.dtype) ->
         weights: Any = [getattr(module, of, None) for of in ("gate_up_proj", "down_proj")]
         if half and all(isinstance(w, MXFP4Weight) for w in weights):
             rounded += int(codes_of_experts(*weights)[1].sum())
+    for name, of_weight in halves.items():
+        (half,) = of_weight
+        other = next(of for of in _PACKED if of != half)
+        raise ValueError(f"{folder}: got {name}{half} without its {other}; wanted both")
     if wanted:
         raise ValueError(f"{folder}: got no {', '.join([*wanted][:3])}; wanted every tensor of the model")
     if rounded:

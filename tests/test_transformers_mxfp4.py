@@ -281,11 +281,19 @@ def test_other_checkpoints_are_refused(published, tmp_path):
     first = next(tmp_path.glob("model-00001*"))
     tensors = load_file(first)
     gone = min(n for n in tensors if n.endswith(("_blocks", "_scales")))
+    plain = min(n for n in tensors if not n.endswith(("_blocks", "_scales")))
     kept = {n: t for n, t in tensors.items() if n != gone}
     config = (tmp_path / "config.json").read_text()
-    name = re.escape(re.sub("_blocks|_scales", "", gone))
+    half = gone[-7:]
+    alone = re.escape(gone.removesuffix(half) + {"_blocks": "_scales", "_scales": "_blocks"}[half])
     for of_file, settings, message in (
-        (kept, config, f"got no {name}; wanted every tensor of the model"),
+        (kept, config, f"got {alone} without its {half}"),
+        (tensors | {"extra_scales": torch.ones(2)}, config, "got extra_scales without its _blocks"),
+        (
+            {n: t for n, t in tensors.items() if n != plain},
+            config,
+            f"got no {re.escape(plain)}; wanted",
+        ),
         (
             tensors | {"extra": torch.ones(2)},
             config,
