@@ -16,7 +16,7 @@ import fp8moe.torch
 from fp8moe import Activation, RouterConfig
 from fp8moe.adapters.torch import ops as torch_ops
 from fp8moe.adapters.torch.layer import FP8FlowMoE
-from fp8moe.adapters.torch.router import Router, _on_tensor_cores, _product, _sum, parts
+from fp8moe.adapters.torch.router import Router, _on_tensor_cores, _product, _product_backward, _sum, parts
 from fp8moe.runtime.dispatch import cached_recordings, clear_recordings
 from fp8moe.runtime.record_trees import arrays_in
 
@@ -517,7 +517,10 @@ def test_the_product_on_tensor_cores_of_any_number_of_tokens(tokens, dtype):
         x = torch.empty(tokens, 64, device="cuda", dtype=torch.bfloat16)
         w = torch.empty(8, 64, device="cuda", dtype=dtype)
         assert _on_tensor_cores(x, w)
-        assert _product(x, w).shape == (tokens, 8)
+        logits, parts_of_w = _product(x, w)
+        assert logits.shape == (tokens, 8)
+        grad = torch.empty(tokens, 3 * 8, device="cuda", dtype=torch.bfloat16)
+        assert [t.shape for t in _product_backward(grad, x, w, parts_of_w)] == [x.shape, w.shape]
 
 
 @pytest.mark.gpu
