@@ -369,7 +369,7 @@ def _product_backward(
         high, middle, low = grad.split(experts, dim=1)
         pair = (
             torch.cat([high, high, high, middle, middle, low], dim=1),
-            torch.cat([parts_of_w, parts_of_w[: 2 * experts], parts_of_w[:experts]]),
+            torch.cat([parts_of_w, *(parts_of_w.narrow(0, 0, n * experts) for n in (2, 1))]),
         )
     return torch.mm(*pair) if added_to is None else _sum.run(added_to, *pair), dw
 
