@@ -437,7 +437,7 @@ def test_calls_of_python_functions_between_user_and_kernel():
         assert same_bits(moved.data.numpy(), fp8moe.permute(x.numpy(), A_PLAN).data)
         counted.append(counter)
     loading, first, later = counted
-    print(*(c.row() for c in counted), sep="\n")
+    print(*(c.cells() for c in counted), sep="\n")
     assert loading.loading_calls > 0 == first.loading_calls
     # two of them read FP8MOE_CHECK, by dispatch and by the check of the plan; 80, and some more after
     # tests that have filled caches with other entries

@@ -742,7 +742,15 @@ def test_attributes_are_read_and_checked_or_fixed():
     of_torch = {n for n in (*vars(torch.nn.Module()), *dir(torch.nn.Module)) if not n.startswith("_")}
     public = {n for n in (*vars(layer), *dir(type(layer))) if not n.startswith("_")} - of_torch
     attributes = {n for n in public if not callable(getattr(type(layer), n, None))}
-    assert attributes == {*OTHERS, *FIXED, "fp8_weight_nbytes"}
+    assert attributes == {*OTHERS, *FIXED, "fp8_weight_nbytes", "lora"}
+    for adapters in ("w13", torch.nn.Linear(2, 2), torch.nn.ModuleDict({"w13": torch.nn.Linear(2, 2)})):
+        vars(layer).pop("lora", None)
+        layer.lora = adapters
+        with pytest.raises(
+            TypeError, match=r"lora: got a (str|Linear|ModuleDict of others); wanted None, or"
+        ):
+            layer(x)
+    layer.lora = None
     for name, value in (*FIXED.items(), ("fp8_weight_nbytes", 0)):
         before = getattr(layer, name)
         with pytest.raises(AttributeError, match=name):

@@ -712,8 +712,15 @@ class FP8FlowMoE(nn.Module):
         self.lora = adapters.train(self.training)  # new modules train, also in a layer that evaluates
         return self
 
-    def _checked_lora(self, adapters: nn.ModuleDict, codes: Sequence[Quantized]) -> Any:
+    def _checked_lora(self, adapters: Any, codes: Any) -> Any:
         """The adapters of a forward, with the options that this one has."""
+        given = adapters if isinstance(adapters, nn.ModuleDict) else {}
+        known = {n for n, a in given.items() if n in ("w13", "w2") and isinstance(a, LowRank)}
+        if not self._is_frozen or not known or len(known) != len(given):
+            raise TypeError(
+                f"lora: got a {type(adapters).__name__}{' of others' * bool(given)}; wanted None, or what "
+                "add_lora makes for a layer of frozen FP8 codes"
+            )
         if self._collect_stats:
             raise NotImplementedError("collect_stats: got True with adapters (LoRA); wanted False")
         return check_lora(pair_of(adapters), codes, None, self._options, self._ranks.comm)
@@ -884,11 +891,12 @@ class FP8FlowMoE(nn.Module):
         codes, like, lora, state, masters = None, None, None, weights_of(self), weights
         if self._is_frozen:
             codes, masters = tuple([w.quantized for w in weights]), (None, None)
-            lora = None if self.lora is None else self._checked_lora(self.lora, codes)
             if not torch.compiler.is_compiling():
                 refuse_broadcast(*weights)
         elif how is None or first is not None or state.declared or state.copies is not None:
             codes = codes_of(self, weights, (x, probs), first)
+        if self.lora is not None:
+            lora = self._checked_lora(self.lora, codes)
         if how is not None and not self._collect_stats and lora is None:
             like = like_of(how, x, (masters[0], None, masters[1], None), ids, probs, codes)
             if like is not None and like.known is not None:
