@@ -714,7 +714,7 @@ class FP8FlowMoE(nn.Module):
 
     def _checked_lora(self, adapters: Any, codes: Any) -> Any:
         """The adapters of a forward, with the options that this one has."""
-        given = adapters if isinstance(adapters, nn.ModuleDict) else {}
+        given: Any = adapters if isinstance(adapters, nn.ModuleDict) else {}
         known = {n for n, a in given.items() if n in ("w13", "w2") and isinstance(a, LowRank)}
         if not self._is_frozen or not known or len(known) != len(given):
             raise TypeError(
