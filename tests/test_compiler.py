@@ -243,7 +243,9 @@ def test_the_oldest_compiler_compiles_every_source(architecture, monkeypatch):
         kernels = compiler.usage(log)
         assert kernels
         if architecture == "sm_90a":
-            assert [(k, defines) for k in kernels if k[2]] == []
+            # 12.9 keeps one register of the GEMM that gathers rows and adds a bias on the stack, 13.0 none
+            spilled = 4 * ({"GATHER=1", "BIAS=1"} <= {*defines})
+            assert [(k, defines) for k in kernels if k[2] > spilled] == []
 
 
 class OldNvrtc:
