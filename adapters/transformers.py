@@ -259,14 +259,13 @@ def _packed_of(experts: Any) -> Any:
                 f"{name}: got requires_grad=True of a weight in MXFP4, which gets no gradient; wanted it "
                 f"frozen; call {name}.requires_grad_(False), and train adapters of PEFT"
             )
-    return tuple([(w.data.blocks, w.data.scales) for w in (experts.gate_up_proj, experts.down_proj)])
+    return experts.gate_up_proj.packed, experts.down_proj.packed
 
 
 @torch.compiler.disable
 def _codes_of_packed(packed: Any) -> tuple[Quantized, Quantized]:
-    gate_up, down = (MXFP4Weight(*parts) for parts in packed)
     with torch.no_grad():
-        return codes_of_experts(gate_up, down)[0]
+        return codes_of_experts(packed)[0]
 
 
 def _without_other_ranks(experts: Any, ids: Tensor, number: int, comm: Any) -> Tensor:
@@ -509,7 +508,7 @@ class _OfPacked(_OfExperts):
 
     @staticmethod
     def frozen(module: Any) -> Sequence[Tensor]:
-        return [t for w in (module.gate_up_proj, module.down_proj) for t in (w.blocks, w.scales)]
+        return [*module.gate_up_proj.packed, *module.down_proj.packed]
 
 
 def _implementation_of(experts: Any) -> str:

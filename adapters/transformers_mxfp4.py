@@ -30,7 +30,7 @@ from fp8moe.checkpoints.shards import INDEX, SINGLE
 
 __all__ = ["load_mxfp4"]
 
-_log = logging.getLogger("fp8moe")
+_log = logging.getLogger(__name__)
 _PACKED = "_blocks", "_scales"
 
 
@@ -161,7 +161,8 @@ def _fill(model: Any, folder: Path, device: torch.device, dtype: torch.dtype) ->
         setattr(module, leaf, new)
         weights: Any = [getattr(module, of, None) for of in ("gate_up_proj", "down_proj")]
         if half and all(isinstance(w, MXFP4Weight) for w in weights):
-            rounded += int(codes_of_experts(*weights)[1].sum())
+            _, counts = codes_of_experts((weights[0].packed, weights[1].packed))
+            rounded += sum(int(count.sum()) for count in counts)
     for name, of_weight in halves.items():
         (half,) = of_weight
         other = next(of for of in _PACKED if of != half)

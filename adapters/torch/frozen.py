@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8moe import Quantized, QuantTensor
+from fp8moe.adapters.torch.gathered import local
 from fp8moe.adapters.torch.library import as_bytes, spec_of
 from fp8moe.adapters.torch.operands import FP8_BLOCK, check_codes
 from fp8moe.adapters.torch.operation import check_tensor
@@ -103,7 +104,7 @@ class FrozenWeight(nn.Module):
                     f"{cast}, or load floating-point weights into FP8FlowMoE(...)"
                 )
         if state[scales].device.type == "cpu":
-            bits = _local(state[scales]).contiguous().view(torch.int32)  # comparisons may flush subnormals
+            bits = local(state[scales]).contiguous().view(torch.int32)  # comparisons may flush subnormals
             if not bool(((bits > 0) & (bits < 0x7F800000)).all()):
                 raise ValueError(f"{scales}: got a scale that is not positive and finite; wanted such scales")
         state[codes] = _in_each(as_bytes, shard(state[codes], self.weight))
@@ -183,10 +184,6 @@ def _moved(name: str, fn: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
             "are; leave out .type(...), or dequantise: fp8moe.torch.dequantize(w.quantized.rowwise)"
         )
     return t if moved is bits else moved.view(t.dtype)
-
-
-def _local(t: Tensor) -> Tensor:
-    return t._local_tensor if isinstance(t, DTensor) else t
 
 
 def _in_each(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:

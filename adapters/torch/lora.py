@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,8 +204,8 @@ def experts_with_lora(
     operands = x, w13, w2, bias13, ids, probs, options, ffn, first, second
     if options.recompute is None or not torch.is_grad_enabled():
         return _halves(*operands)
-    calls, compute = itertools.count(), cast("Any", _halves)
-    return recomputed(lambda *given: compute(*given, again=next(calls) > 0), *operands)
+    calls = itertools.count()
+    return recomputed(lambda *given: _halves(*given, again=next(calls) > 0), *operands)
 
 
 def _halves(
@@ -219,6 +219,7 @@ def _halves(
     ffn: int,
     first: LoRA | None,
     second: LoRA | None,
+    *,
     again: bool = False,
 ) -> Tensor:
     """ffn: F without the codes' padding. again: for what the backward reads alone; y is not computed."""

@@ -86,6 +86,11 @@ class MXFP4Weight(Tensor):
             "before DistributedDataParallel"
         )
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Blocks and scales."""
+        return self.blocks, self.scales
+
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """The values.
 
@@ -141,11 +146,16 @@ def parameter(blocks: Tensor, scales: Tensor) -> nn.Parameter:
     return nn.Parameter(MXFP4Weight(blocks, scales), requires_grad=False)
 
 
-def codes_of_experts(gate_up: MXFP4Weight, down: MXFP4Weight) -> tuple[tuple[Quantized, Quantized], Tensor]:
+Packed = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def codes_of_experts(packed: Packed) -> tuple[tuple[Quantized, Quantized], tuple[Tensor, Tensor]]:
     """Row-wise FP8 codes of both weights of experts whose gates and ups take turns, with F filled up to whole
-    blocks, and how many values of each expert were rounded (`fp8moe.from_mxfp4`)."""
-    width = round_up_to_block(down.shape[1])
+    blocks, and how many values of each expert were rounded in each (`fp8moe.from_mxfp4`). packed: blocks and
+    scales of both."""
+    gate_up, down = packed
+    width = round_up_to_block(32 * down[0].shape[2])
     first: dict[str, Any] = {"parts": 2, "interleaved": True, "rows": width, "columnwise": False}
-    w13, of_w13 = fp8moe.from_mxfp4(gate_up.blocks, gate_up.scales, **first)
-    w2, of_w2 = fp8moe.from_mxfp4(down.blocks, down.scales, columns=width, columnwise=False)
-    return (w13, w2), of_w13 + of_w2
+    w13, of_w13 = fp8moe.from_mxfp4(*gate_up, **first)
+    w2, of_w2 = fp8moe.from_mxfp4(*down, columns=width, columnwise=False)
+    return (w13, w2), (of_w13, of_w2)
